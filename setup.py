@@ -1,0 +1,86 @@
+"""Packaging of fastask-jax: packages, dependencies, extras, the `fastask` command.
+
+Tool settings (ruff, mypy, pytest, import-linter) live in pyproject.toml.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# One place for the version.  It must stay outside the range of Hugging Face's own `kernels`
+# package that transformers accepts (0.18.2 to 0.19): transformers reads the version of whatever
+# distribution provides the module `kernels`, and would take ours for that package.
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"', (HERE / "fastask_jax/__init__.py").read_text("utf-8"), re.M
+).group(1)
+
+# Lower bounds are the versions that the tests have run with; upper bounds stop at the next
+# release that may change an interface.
+REQUIRES = [
+    "jax>=0.10.2,<0.11",
+    "flax>=0.12.8,<0.13",
+    "optax>=0.2.8,<0.3",
+    "orbax-checkpoint>=0.12.8,<0.13",
+    "tensorstore>=0.1.86,<0.2",
+    "transformers>=5.24,<6",
+    "tokenizers>=0.22,<1",
+    "safetensors>=0.8,<1",
+    "openpyxl>=3.1.5,<3.2",
+    "numpy>=2.0,<3",
+    "jaxtyping>=0.3.11,<0.4",
+    "matplotlib>=3.9,<4",
+    "tqdm>=4.66,<5",
+]
+
+EXTRAS = {
+    # what `python -m pytest` and the static checks need; no torch
+    "test": [
+        "pytest>=9,<10",
+        "pytest-timeout>=2.4,<3",
+        "pytest-xdist>=3.8,<4",
+        "hypothesis>=6.100,<7",
+        "ruff>=0.17,<0.18",
+        "mypy>=2.4,<3",
+        "import-linter>=2.17,<3",
+        "nbclient>=0.11,<1",
+        "nbformat>=5.10,<6",
+        "ipykernel>=7,<8",
+    ],
+    # live comparison with the transformers models
+    "parity": ["torch==2.13.0"],
+    "tpu": ["jax[tpu]>=0.10.2,<0.11"],
+    "cuda": ["jax[cuda13]>=0.10.2,<0.11"],
+}
+
+setup(
+    name="fastask-jax",
+    version=VERSION,
+    description="Trains small language models by RL into spreadsheet retrieval sub-agents, in JAX",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(
+        include=[
+            f"{name}{suffix}"
+            for name in ("fastask_jax", "kernels", "envs", "experiments")
+            for suffix in ("", ".*")
+        ]
+    ),
+    package_data={
+        "fastask_jax": ["model/tokenizers/**", "model/weights/**"],
+        "envs": ["**/data/**"],
+    },
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["fastask = fastask_jax.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
