@@ -1,0 +1,1 @@
+"""Sandboxed Python for tools: a warm CPython zygote whose children run under seccomp."""
