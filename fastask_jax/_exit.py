@@ -1,0 +1,92 @@
+"""Exit codes, and one clear line for an error, shared by every command.
+
+0 done, 1 failed, 2 wrong usage, 130 interrupted.  Leaves out logging: a command prints one line
+on stderr, or the full traceback where the person asked for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# Libraries below Orbax report a full disk as text inside an error of their own.
+_FULL_TEXT = ("no space left on device", "disk quota exceeded")
+
+
+class UsageError(Exception):
+    """What the person typed can't be carried out; the text says what to type instead."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C at a point where the work can go on later; the text says how."""
+
+
+@contextmanager
+def resumable(run_dir: object) -> Iterator[None]:
+    """Inside, Ctrl-C becomes an `Interrupted` that tells how to go on with `run_dir`."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"resume with --run-dir {run_dir} --resume true") from error
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the single line for an error that ended a command."""
+    if isinstance(error, UsageError):
+        return USAGE, f"error: {_one_line(error)}"
+    if isinstance(error, KeyboardInterrupt):
+        hint = _one_line(error)
+        return INTERRUPTED, f"interrupted; {hint}" if hint else "interrupted"
+    full = _disk_full(error)
+    if full is not None:
+        return FAILED, f"error: disk full: {full}; free some space and run the same command again"
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return FAILED, f"error: no such file or directory: {error.filename}"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return FAILED, f"error: {error.strerror.lower()}: {error.filename}"
+    text = _one_line(error)
+    if isinstance(error, (OSError, ValueError)) and text:
+        return FAILED, f"error: {text}"
+    name = type(error).__name__
+    return FAILED, f"error: {name}: {text} (--debug true shows where)".replace(":  (", " (")
+
+
+def run(command: Callable[[], int | None], debug: bool = False) -> int:
+    """Calls `command` and returns its exit code; errors become one line on stderr.
+
+    debug: print the full traceback as well.  SystemExit passes through.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+        return DONE if code is None else code
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        code, line = explain(error)
+        print(line, file=sys.stderr, flush=True)
+        return code
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _disk_full(error: BaseException) -> str | None:
+    """The reason of a full disk anywhere in the chain of causes, else None."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return f"{link.strerror}: {link.filename}" if link.filename else str(link.strerror)
+        if any(mark in str(link).lower() for mark in _FULL_TEXT):
+            return _one_line(link)[:200]
+        link = link.__cause__ or link.__context__
+    return None
