@@ -221,12 +221,11 @@ def _helper_table(world, kind: str, tops: dict[str, int]) -> tuple[str, str, lis
         return _invoice_helper(world, kind, tops)
     if kind == "reversed_row":
         rows = [
-            (a.adjustment, a.date, tops["Ledger"] + 1 + a.target)
+            (a.adjustment, -a.cents, tops["Ledger"] + 1 + a.target)
             for a in world.adjustments
             if a.reason == "Reversal"
         ]
-        rows.sort(key=lambda row: -world.entries[row[2] - tops["Ledger"] - 1].cents)
-        return "ReversalLog", "adjustment date ledger_row", rows
+        return "ReversalLog", "adjustment amount_cents ledger_row", rows
     key = {
         "category_spend": lambda e: world.categories[e.vendor],
         "top_vendor": lambda e: e.vendor,
