@@ -1,0 +1,250 @@
+"""Packing: trajectories of many lengths -> rows of one static shape.
+
+Short trajectories share a row as segments; the model keeps them apart by segment id, and
+positions restart at 0 in each.  Rows have one of a few configured lengths and their number is
+rounded up, so a whole run compiles a handful of shapes.  Which trajectory goes where depends on
+the lengths and their order alone.
+
+Alignment, everywhere in the learner: arrays are per token.  The logprob at token t is that of
+token t given those before it in its segment, and mask[t] is true iff token t was sampled by the
+policy.  The first token of a trajectory can't be sampled, as nothing predicts it.
+
+Left out: splitting a trajectory over rows.  One that is too long is an error, never a truncation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+
+# Rounding in a sampler's softmax can lift the logprob of a certain token just above 0.
+LOGPROB_SLACK = 1e-3
+
+
+class Trainable(Protocol):
+    """What the packer needs of a trajectory of n tokens (`rollout.Trajectory` has it)."""
+
+    @property
+    def ids(self) -> NDArray[np.int32]: ...  # [n] token ids
+
+    @property
+    def mask(self) -> NDArray: ...  # [n] true (or 1) where the policy sampled the token
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...  # [n] of the sampler; ignored off the mask
+
+    @property
+    def versions(self) -> NDArray[np.int32]: ...  # [n] policy version; ignored off the mask
+
+    @property
+    def advantage(self) -> float: ...  # shared by all sampled tokens
+
+
+@dataclass(frozen=True)
+class TrainableTokens:
+    """The plainest Trainable."""
+
+    ids: NDArray
+    mask: NDArray
+    logprobs: NDArray
+    advantage: float
+    versions: NDArray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if len(self.versions) == 0:
+            object.__setattr__(self, "versions", np.zeros(len(self.ids), np.int32))
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """Shapes of packed batches.
+
+    row_lengths: the row lengths (tokens) that may be compiled; a batch takes the shortest one
+        that holds its longest trajectory.
+    micro_batch_rows: rows per gradient-accumulation step.  The number of rows of a batch is a
+        power of two times this; the train step skips the micro-batches that stay empty.
+    """
+
+    row_lengths: tuple[int, ...] = (512, 1024, 2048)
+    micro_batch_rows: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_lengths", tuple(self.row_lengths))
+        if not self.row_lengths or min(self.row_lengths) < 1:
+            raise ValueError(f"row_lengths must hold positive lengths, not {self.row_lengths}")
+        if list(self.row_lengths) != sorted(set(self.row_lengths)):
+            raise ValueError(f"row_lengths must rise, not {self.row_lengths}")
+        if self.micro_batch_rows < 1:
+            raise ValueError(f"micro_batch_rows must be at least 1, not {self.micro_batch_rows}")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens",
+        "positions",
+        "segment_ids",
+        "mask",
+        "behaviour_logprobs",
+        "advantages",
+        "versions",
+        "proximal_logprobs",
+        "reference_logprobs",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Batch:
+    """A packed batch; arrays are [rows, length] (with micro-batches in front inside the step).
+
+    tokens, positions, segment_ids (1, 2, ... in a row; 0 is padding), versions: int32.
+    mask: bool.  behaviour_logprobs, advantages: float32, 0 where the mask is false.
+    proximal_logprobs, reference_logprobs: float32, only for objectives that use them.
+    """
+
+    tokens: Int[NDArray, "*rows length"]
+    positions: Int[NDArray, "*rows length"]
+    segment_ids: Int[NDArray, "*rows length"]
+    mask: Bool[NDArray, "*rows length"]
+    behaviour_logprobs: Float[NDArray, "*rows length"]
+    advantages: Float[NDArray, "*rows length"]
+    versions: Int[NDArray, "*rows length"]
+    proximal_logprobs: Float[NDArray, "*rows length"] | None = None
+    reference_logprobs: Float[NDArray, "*rows length"] | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch and where each trajectory lies in it (row, first column, length; [trajectories])."""
+
+    batch: Batch
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def unpack(self, values: NDArray) -> list[NDArray]:
+        """Per-trajectory pieces of [rows, length] values, in the order given to `pack`."""
+        spans = zip(self.rows, self.starts, self.lengths, strict=True)
+        return [np.asarray(values)[row, start : start + n] for row, start, n in spans]
+
+    @property
+    def used_rows(self) -> int:
+        return int(self.rows.max()) + 1 if len(self.rows) else 0
+
+    @property
+    def fill(self) -> float:
+        """Share of the used rows' cells that hold a token."""
+        cells = self.used_rows * self.batch.tokens.shape[1]
+        return float(self.lengths.sum()) / cells if cells else 0.0
+
+
+def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
+    """Packs trajectories into rows by first-fit decreasing.
+
+    Raises ValueError for a trajectory that is longer than the longest row, is empty, has arrays
+    of different lengths, claims to have sampled its first token, or has a logprob or advantage
+    that is not a usable number.
+    """
+    lengths = np.array([len(item.ids) for item in trajectories], dtype=np.int64)
+    for index, item in enumerate(trajectories):
+        _check(index, item)
+    longest = int(lengths.max(initial=1))
+    fitting = [length for length in config.row_lengths if length >= longest]
+    if not fitting:
+        raise ValueError(
+            f"trajectory {int(lengths.argmax())} has {longest} tokens and the longest row holds "
+            f"{max(config.row_lengths)}: raise PackConfig.row_lengths, or lower the rollout's "
+            "token budget"
+        )
+    length = fitting[0]
+    rows, starts, used = _first_fit_decreasing(lengths, length)
+    shape = (_row_count(used, config.micro_batch_rows), length)
+
+    batch = Batch(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, bool),
+        behaviour_logprobs=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        versions=np.zeros(shape, np.int32),
+    )
+    segments = np.zeros(shape[0], np.int32)
+    # In order of the columns, so that segment ids rise along a row.
+    for index in np.lexsort((starts, rows)):
+        item, row, n = trajectories[index], rows[index], lengths[index]
+        span = slice(starts[index], starts[index] + n)
+        sampled = np.asarray(item.mask).astype(bool)
+        segments[row] += 1
+        batch.tokens[row, span] = item.ids
+        batch.positions[row, span] = np.arange(n)
+        batch.segment_ids[row, span] = segments[row]
+        batch.mask[row, span] = sampled
+        batch.behaviour_logprobs[row, span] = np.where(sampled, item.logprobs, 0.0)
+        batch.advantages[row, span] = np.where(sampled, item.advantage, 0.0)
+        batch.versions[row, span] = np.where(sampled, item.versions, 0)
+    return Packed(batch, rows, starts, lengths)
+
+
+def micro_batches(batch: Batch, micro_batch_rows: int) -> Batch:
+    """The same batch as [micro-batches, micro_batch_rows, length]; ValueError if rows don't fit."""
+    rows = batch.tokens.shape[0]
+    if rows % micro_batch_rows:
+        raise ValueError(
+            f"{rows} rows don't divide into micro-batches of {micro_batch_rows} rows: pack with "
+            f"PackConfig(micro_batch_rows={micro_batch_rows})"
+        )
+    return jax.tree.map(
+        lambda array: array.reshape(rows // micro_batch_rows, micro_batch_rows, -1), batch
+    )
+
+
+def _first_fit_decreasing(lengths: NDArray, capacity: int) -> tuple[NDArray, NDArray, int]:
+    rows = np.zeros(len(lengths), np.int64)
+    starts = np.zeros(len(lengths), np.int64)
+    free = np.full(len(lengths), capacity, np.int64)
+    for index in np.argsort(-lengths, kind="stable"):
+        row = int(np.argmax(free >= lengths[index]))
+        rows[index] = row
+        starts[index] = capacity - free[row]
+        free[row] -= lengths[index]
+    return rows, starts, int(np.sum(free < capacity))
+
+
+def _row_count(used: int, micro_batch_rows: int) -> int:
+    needed = max(1, -(-used // micro_batch_rows))
+    return micro_batch_rows * (1 << (needed - 1).bit_length())
+
+
+def _check(index: int, item: Trainable) -> None:
+    n = len(item.ids)
+    if n == 0:
+        raise ValueError(f"trajectory {index} has no tokens")
+    for name in ("mask", "logprobs", "versions"):
+        if len(getattr(item, name)) != n:
+            raise ValueError(
+                f"trajectory {index} has {n} ids but {len(getattr(item, name))} {name}: "
+                "every array must have one entry per token"
+            )
+    sampled = np.asarray(item.mask).astype(bool)
+    if sampled[0]:
+        raise ValueError(
+            f"trajectory {index} marks its first token as sampled, but nothing predicts a first "
+            "token: clear mask[0]"
+        )
+    recorded = np.asarray(item.logprobs, dtype=np.float64)[sampled]
+    if not (np.isfinite(recorded).all() and (recorded <= LOGPROB_SLACK).all()):
+        where = int(np.flatnonzero(sampled)[~(recorded <= LOGPROB_SLACK) | np.isinf(recorded)][0])
+        raise ValueError(
+            f"trajectory {index} has the logprob {item.logprobs[where]} at sampled token {where}: "
+            "the sampler must record a finite logprob of at most 0"
+        )
+    if not np.isfinite(item.advantage):
+        raise ValueError(f"trajectory {index} has the advantage {item.advantage}")

@@ -1,0 +1,253 @@
+"""The train step: one packed batch -> one update of the weights.
+
+Host side, the batch is cut into micro-batches.  Then one jitted, donated function over the mesh
+computes the global denominators, accumulates gradients in float32 over the micro-batches that
+hold tokens, clips by the global norm and applies AdamW.
+
+Left out: which batches to train on and when (the loop), and how a loss is made (`objective.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from fastask_jax.learn.mesh import make_mesh, row_sharding, state_shardings
+from fastask_jax.learn.metrics import Metric, Metrics, Sum, empty_like, merge
+from fastask_jax.learn.objective import Objective, objective_sum, reduction_weights
+from fastask_jax.learn.packing import Batch, Packed, micro_batches
+from fastask_jax.learn.score import Params, ScoreFn, check_rows, score_fn
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"],
+    meta_fields=["b1", "b2", "eps"],
+)
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a constant learning rate after a linear warm-up, and global-norm clipping.
+
+    learning_rate, warmup_steps, weight_decay and max_grad_norm are array leaves: changing them
+    compiles nothing anew.  Weight decay leaves out vectors and scalars (norms, biases, gates).
+    """
+
+    learning_rate: float = 3e-4
+    warmup_steps: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        # Leaves are tracers inside a jitted function; only numbers can be checked.
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                continue
+            if not value >= 0 or (name == "max_grad_norm" and value == 0):
+                raise ValueError(f"optimizer {name} must be positive, not {value}")
+            object.__setattr__(self, name, float(value))
+
+    def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """Learning rate of the update that follows `step` updates."""
+        return self.learning_rate * jnp.minimum(1.0, (step + 1) / jnp.maximum(self.warmup_steps, 1))
+
+    def transformation(self, step: Int[Array, ""] | int = 0) -> optax.GradientTransformation:
+        """Clip and AdamW as an optax transformation for the update after `step` updates."""
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),  # type: ignore[arg-type]
+            optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
+            optax.add_decayed_weights(
+                self.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+            ),
+            optax.scale_by_learning_rate(self.rate(jnp.asarray(step))),
+        )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "step", "version"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class TrainState:
+    """What training changes: weights, optimizer state, updates done (int32), policy version
+    (int32; the number that sampled tokens record)."""
+
+    params: Params
+    opt_state: Any
+    step: Int[Array, ""]
+    version: Int[Array, ""]
+
+
+@dataclass
+class TrainStep:
+    """step(state, packed) -> (state, metrics).  Made by `make_train_step`.
+
+    The given state is donated: its arrays are gone afterwards, so whoever else holds them (a
+    rollout engine) must take the new ones.  Metrics are typed (`metrics.results` turns them into
+    floats) and stay on the device until asked for.
+    """
+
+    scores: ScoreFn
+    objective: Objective
+    optimizer: OptimizerConfig
+    micro_batch_rows: int
+    mesh: Mesh
+    traces: int = 0  # how often the update was traced, hence compiled
+    _jitted: Any = field(default=None, repr=False)
+
+    def init(self, params: Params) -> TrainState:
+        """A fresh state on the mesh.  `params` are copied, so the caller may keep them."""
+        copied = jax.device_put(params, state_shardings(params, self.mesh), may_alias=False)
+        return self.place(
+            TrainState(
+                params=copied,
+                opt_state=self.optimizer.transformation().init(copied),
+                step=jnp.zeros((), jnp.int32),
+                version=jnp.zeros((), jnp.int32),
+            )
+        )
+
+    def place(self, state: TrainState) -> TrainState:
+        """The state with every leaf where the mesh wants it (a no-op once it is there)."""
+        return jax.device_put(state, state_shardings(state, self.mesh))
+
+    def abstract(self, params: Params) -> TrainState:
+        """Shapes, dtypes and shardings of the state for these (possibly abstract) params; what
+        `Checkpointer.restore` needs.  Allocates nothing."""
+        shapes = jax.eval_shape(
+            lambda params: TrainState(
+                params,
+                self.optimizer.transformation().init(params),
+                jnp.zeros((), jnp.int32),
+                jnp.zeros((), jnp.int32),
+            ),
+            params,
+        )
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            state_shardings(shapes, self.mesh),
+        )
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch | Packed,
+        *,
+        objective: Objective | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> tuple[TrainState, Metrics]:
+        """One update.  `objective` and `optimizer` replace those of the step for this call;
+        changing only their numbers compiles nothing anew.
+
+        A gradient that isn't finite changes no weight and no optimizer state; the metric
+        optim/skipped is then 1 (`step` and `version` still advance).
+        """
+        flat = batch.batch if isinstance(batch, Packed) else batch
+        micro = micro_batches(flat, self.micro_batch_rows)
+        micro = jax.device_put(micro, row_sharding(self.mesh, leading=1))
+        objective = objective or self.objective
+        if self._jitted is None:
+            self._jitted = jax.jit(
+                self._update,
+                static_argnames="terms",
+                donate_argnames="state",
+                out_shardings=(state_shardings(state, self.mesh), None),
+            )
+        return self._jitted(
+            self.place(state), micro, objective, optimizer or self.optimizer, terms=objective.terms
+        )
+
+    def gradient(
+        self, params: Params, version: Array, micro: Batch, objective: Objective, terms: frozenset
+    ) -> tuple[Params, Metrics]:
+        """Gradient of the whole batch's objective, [micro-batches, rows, length] -> like params."""
+        _, denominators = reduction_weights(objective, micro.mask, micro.segment_ids)
+        denominator = jnp.maximum(jnp.sum(denominators), 1e-9)
+
+        def part(params: Params, batch: Batch) -> tuple[Array, Metrics]:
+            scores = self.scores(
+                params, batch.tokens, batch.positions, batch.segment_ids, objective.temperature
+            )
+            total, metrics = objective_sum(
+                objective, scores.logprobs, scores.entropy, batch, version, terms
+            )
+            one = jnp.ones(())
+            aux: Metrics = {f"model/{k}": Sum(v, one) for k, v in scores.aux.items()}
+            return total / denominator, metrics | jax.lax.stop_gradient(aux)
+
+        def add(index: Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+            rows = jax.tree.map(lambda array: array[index], micro)
+            grads, metrics = jax.grad(part, has_aux=True)(params, rows)
+            return jax.tree.map(jnp.add, carry[0], grads), merge(carry[1], metrics)
+
+        shapes: dict[str, Metric] = jax.eval_shape(
+            part, params, jax.tree.map(lambda array: array[0], micro)
+        )[1]
+        start = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        # A loop with a run-time bound: micro-batches that exist only to keep the shape static
+        # cost nothing.  Nothing differentiates through the loop itself.
+        used = jnp.any(micro.segment_ids > 0, axis=(1, 2))
+        count = jnp.max(jnp.where(used, jnp.arange(used.shape[0]) + 1, 0))
+        return jax.lax.fori_loop(0, count, add, (start, empty_like(shapes)))
+
+    def _update(
+        self,
+        state: TrainState,
+        micro: Batch,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        terms: frozenset,
+    ) -> tuple[TrainState, Metrics]:
+        self.traces += 1
+        grads, metrics = self.gradient(state.params, state.version, micro, objective, terms)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm)
+        updates, opt_state = optimizer.transformation(state.step).update(
+            grads, state.opt_state, state.params
+        )
+        params = optax.apply_updates(state.params, updates)
+        keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        one = jnp.ones(())
+        metrics |= {
+            "optim/grad_norm": Sum(norm, one),
+            "optim/update_norm": Sum(optax.global_norm(updates), one),
+            "optim/learning_rate": Sum(optimizer.rate(state.step), one),
+            "optim/skipped": Sum(1.0 - finite, one),
+        }
+        new = TrainState(
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            step=state.step + 1,
+            version=state.version + 1,
+        )
+        return new, metrics
+
+
+def make_train_step(
+    model: Any,
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    *,
+    micro_batch_rows: int = 8,
+    mesh: Mesh | None = None,
+) -> TrainStep:
+    """The train step of a ModelConfig (or of a ScoreFn, for other models).
+
+    micro_batch_rows: rows per accumulation step; the batch must be packed with the same number.
+    mesh: defaults to one device.  Raises ValueError when the rows don't divide over the mesh.
+    """
+    mesh = mesh or make_mesh(1)
+    check_rows(micro_batch_rows, mesh)
+    return TrainStep(score_fn(model), objective, optimizer, micro_batch_rows, mesh)
