@@ -120,9 +120,7 @@ class Bindings:
         self.names: dict[str, str] = {}
         self.namespace: dict[str, Any] = {"cells": self.cells}
 
-    def bind(
-        self, sheet: str, top_row: int, first_col: int, rows: Iterable[Sequence[Any]]
-    ) -> str:
+    def bind(self, sheet: str, top_row: int, first_col: int, rows: Iterable[Sequence[Any]]) -> str:
         """Add a block of read cells; returns the name under which its records stand.
 
         top_row, first_col: 1-based place of the block's first cell.  rows: equal or ragged
