@@ -1,0 +1,310 @@
+"""The decoding engine: a fixed pool of slots whose state stays alive between turns.
+
+A slot holds one episode: keys and values of the attention layers, convolution and recurrent
+state of the gated-delta layers.  `append` feeds ids (a prompt, a tool result) to some slots,
+`share` copies a fed prompt to the other copies of its group, `decode` samples up to a few
+tokens in all running slots in one call.  While a tool runs its slot just isn't decoded.
+
+Each slot keeps its last token back as *pending*: decoding feeds it and samples the next.  So a
+turn of n tokens is n decode steps, and no state has to be undone when a turn ends.
+
+All shapes are fixed: decoding runs on all slots, appending on `append_rows` slots at a time in
+one of a few lengths.  A row's length bucket depends on that row alone, so what a slot computes
+doesn't depend on its company.  Only ids and logprobs come to the host.  Weights are an argument
+of each call; the engine keeps none.  Left out: eviction under memory pressure, meshes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from fastask_jax.model import (
+    ModelConfig,
+    copy_slots,
+    extend,
+    init_cache,
+    reset_slots,
+    unembedding,
+)
+from fastask_jax.rollout.sampling import sample
+
+Cache = Any
+Params = Any
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Shapes of an engine; every distinct value here is compiled once.
+
+    slots: episodes that are alive at a time.
+    max_len: tokens a slot can hold, prompt and all turns together.
+    append_rows: slots that one append call feeds.
+    append_buckets: token counts of an append call; longer texts are fed in pieces.
+    decode_steps: decode steps per call, i.e. per host round trip.
+    """
+
+    slots: int = 128
+    max_len: int = 1024
+    append_rows: int = 16
+    append_buckets: tuple[int, ...] = (16, 64, 256)
+    decode_steps: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "append_buckets", tuple(self.append_buckets))
+        for name in ("slots", "max_len", "append_rows", "decode_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"EngineConfig.{name} must be at least 1, not {getattr(self, name)}"
+                )
+        buckets = self.append_buckets
+        if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"EngineConfig.append_buckets must rise from 1 up, not {buckets}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A slot's order for one decode call.
+
+    key: the episode's sampling key, [2] uint32.  budget: tokens it may still sample this turn.
+    """
+
+    key: np.ndarray
+    budget: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a slot sampled in one decode call; `ended` is "stop", "length", or None (goes on)."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: str | None
+
+
+class Engine:
+    """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
+
+    Attributes: `traces` counts compilations by function; `lengths` [slots] is the number of
+    tokens of each slot, the pending one included; `steps` counts decode steps so far.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
+        if not 0 <= stop_id < model.vocab_size:
+            raise ValueError(
+                f"stop token {stop_id} is outside of the model's vocabulary ({model.vocab_size}); "
+                "tokenizer and model don't belong together"
+            )
+        self.model, self.config, self.stop_id = model, config, stop_id
+        self.traces: Counter[str] = Counter()
+        self.lengths = np.zeros(config.slots, np.int32)
+        self.steps = 0
+        self._pending = np.zeros(config.slots, np.int32)
+        self._rows = min(config.append_rows, config.slots)
+        self._cache = init_cache(model, slots=config.slots, max_len=config.max_len)
+        axes = slot_axes(model, config.max_len)
+        self._append = self._jit("append", partial(_append, model, axes))
+        self._share = self._jit("share", _share, cache_argument=0)
+        self._decode = self._jit("decode", partial(_decode, model, config.decode_steps, stop_id))
+
+    def _jit(self, name: str, function: Callable, cache_argument: int = 1) -> Callable:
+        def counted(*arguments: Any) -> Any:
+            self.traces[name] += 1  # runs at trace time only
+            return function(*arguments)
+
+        return jax.jit(counted, donate_argnums=cache_argument)
+
+    def room(self, slot: int) -> int:
+        """Tokens that still fit into the slot."""
+        return self.config.max_len - int(self.lengths[slot])
+
+    def append(
+        self, params: Params, texts: Mapping[int, Sequence[int]], fresh: bool = False
+    ) -> None:
+        """Feeds ids to slots; `fresh` slots are zeroed first and begin with them.
+
+        Raises ValueError for an empty text or one that doesn't fit.
+        """
+        queues: dict[int, list[tuple[int, list[int], bool]]] = {}
+        depth = 0
+        for slot, ids in texts.items():
+            held = 0 if fresh else int(self.lengths[slot])
+            if not len(ids) or held + len(ids) > self.config.max_len:
+                raise ValueError(
+                    f"{len(ids)} tokens don't fit slot {slot} that holds {held} of "
+                    f"{self.config.max_len} (EngineConfig.max_len)"
+                )
+            fed = [*([] if fresh else [int(self._pending[slot])]), *map(int, ids)]
+            self._pending[slot] = fed.pop()
+            self.lengths[slot] = held + len(ids)
+            largest = self.config.append_buckets[-1]
+            pieces = [fed[i : i + largest] for i in range(0, len(fed), largest)]
+            if fresh and not pieces:
+                pieces = [[]]  # a prompt of one token: only the reset
+            for index, piece in enumerate(pieces):
+                queues.setdefault(index, []).append((slot, piece, fresh and index == 0))
+            depth = max(depth, len(pieces))
+        for index in range(depth):
+            self._append_pieces(params, queues[index])
+
+    def _append_pieces(
+        self, params: Params, pieces: list[tuple[int, list[int], bool]]
+    ) -> None:
+        by_bucket: dict[int, list[tuple[int, list[int], bool]]] = {}
+        for piece in pieces:
+            bucket = next(b for b in self.config.append_buckets if b >= len(piece[1]))
+            by_bucket.setdefault(bucket, []).append(piece)
+        for bucket, members in sorted(by_bucket.items()):
+            for start in range(0, len(members), self._rows):
+                batch = members[start : start + self._rows]
+                # Rows without a piece point behind the last slot: nothing is written for them.
+                slots = np.full(self._rows, self.config.slots, np.int32)
+                tokens = np.zeros((self._rows, bucket), np.int32)
+                counts = np.zeros(self._rows, np.int32)
+                fresh = np.zeros(self._rows, bool)
+                for row, (slot, ids, new) in enumerate(batch):
+                    slots[row], counts[row], fresh[row] = slot, len(ids), new
+                    tokens[row, : len(ids)] = ids
+                self._cache = self._append(params, self._cache, slots, tokens, counts, fresh)
+
+    def share(self, sources: Mapping[int, int]) -> None:
+        """Slot `target` takes the state of slot `sources[target]`."""
+        if not sources:
+            return
+        source = np.arange(self.config.slots, dtype=np.int32)
+        for target, origin in sources.items():
+            source[target] = origin
+        self._cache = self._share(self._cache, source)
+        self.lengths, self._pending = self.lengths[source], self._pending[source]
+
+    def decode(
+        self, params: Params, turns: Mapping[int, Turn], temperature: float
+    ) -> dict[int, Sampled]:
+        """Samples up to `decode_steps` tokens in each slot of `turns`.
+
+        A slot pauses at its stop token or when its budget is spent.  Temperature 0 is greedy.
+        """
+        config = self.config
+        keys = np.zeros((config.slots, 2), np.uint32)
+        budgets = np.zeros(config.slots, np.int32)
+        for slot, turn in turns.items():
+            if not 0 < turn.budget <= self.room(slot):
+                raise ValueError(
+                    f"slot {slot} has room for {self.room(slot)} tokens, not {turn.budget}"
+                )
+            keys[slot], budgets[slot] = turn.key, turn.budget
+        self._cache, outputs = self._decode(
+            params, self._cache, self._pending.copy(), keys, budgets, np.float32(temperature)
+        )
+        tokens, logprobs, taken, steps = jax.device_get(outputs)
+        self.steps += int(steps)
+        results = {}
+        for slot, turn in turns.items():
+            count = int(taken[slot])
+            ids = tokens[:count, slot].tolist()
+            self._pending[slot] = ids[-1]
+            self.lengths[slot] += count
+            ended = "stop" if ids[-1] == self.stop_id else None
+            if ended is None and count == turn.budget:
+                ended = "length"
+            results[slot] = Sampled(ids, logprobs[:count, slot].tolist(), ended)
+        return results
+
+
+def slot_axes(model: ModelConfig, max_len: int) -> Any:
+    """Which axis of each cache leaf is the slot axis, found by comparing the shapes of caches
+    with one and with two slots."""
+    one, two = (
+        jax.eval_shape(partial(init_cache, model, slots=slots, max_len=max_len))
+        for slots in (1, 2)
+    )
+
+    def axis(small: jax.ShapeDtypeStruct, large: jax.ShapeDtypeStruct) -> int:
+        differing = [
+            i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
+        ]
+        if len(differing) != 1:
+            raise ValueError(f"cache leaf of shape {large.shape} has no single slot axis")
+        return differing[0]
+
+    return jax.tree.map(axis, one, two)
+
+
+def _append(
+    model: ModelConfig,
+    axes: Any,
+    params: Params,
+    cache: Cache,
+    slots: Int[Array, " rows"],
+    tokens: Int[Array, "rows bucket"],
+    counts: Int[Array, " rows"],
+    fresh: Bool[Array, " rows"],
+) -> Cache:
+    rows = jax.tree.map(
+        lambda leaf, axis: jnp.take(leaf, slots, axis=axis, mode="clip"), cache, axes
+    )
+    rows = reset_slots(rows, fresh)
+    _, rows = extend(model, params, rows, tokens, counts)
+
+    def put(leaf: Array, new: Array, axis: int) -> Array:
+        where = (slice(None),) * axis + (slots,)
+        return leaf.at[where].set(new, mode="drop")
+
+    return jax.tree.map(put, cache, rows, axes)
+
+
+def _share(cache: Cache, source: Int[Array, " slots"]) -> Cache:
+    return copy_slots(cache, source)
+
+
+def _decode(
+    model: ModelConfig,
+    steps: int,
+    stop_id: int,
+    params: Params,
+    cache: Cache,
+    pending: Int[Array, " slots"],
+    keys: UInt32[Array, "slots 2"],
+    budgets: Int[Array, " slots"],
+    temperature: Float[Array, ""],
+) -> tuple[Cache, tuple[Array, Array, Array, Array]]:
+    """Tokens and logprobs [steps, slots], how many of them count per slot, and steps run."""
+    slots = pending.shape[0]
+    head = unembedding(params)
+
+    def running(state: tuple) -> Array:
+        step, _, _, active, *_ = state
+        return (step < steps) & active.any()
+
+    def advance(state: tuple) -> tuple:
+        step, cache, pending, active, tokens, logprobs, taken = state
+        hidden, cache = extend(model, params, cache, pending[:, None], active.astype(jnp.int32))
+        logits = jnp.dot(hidden[:, 0], head, preferred_element_type=jnp.float32)
+        # The new token's index is the number of tokens fed before it.
+        token, logprob = sample(logits, keys, cache["length"], temperature)
+        pending = jnp.where(active, token, pending)
+        taken = taken + active
+        tokens = tokens.at[step].set(token)
+        logprobs = logprobs.at[step].set(logprob)
+        active = active & (token != stop_id) & (taken < budgets)
+        return step + 1, cache, pending, active, tokens, logprobs, taken
+
+    state = (
+        jnp.int32(0),
+        cache,
+        pending,
+        budgets > 0,
+        jnp.zeros((steps, slots), jnp.int32),
+        jnp.zeros((steps, slots), jnp.float32),
+        jnp.zeros(slots, jnp.int32),
+    )
+    step, cache, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
+    return cache, (tokens, logprobs, taken, step)
