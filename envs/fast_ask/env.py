@@ -25,6 +25,7 @@ SYSTEM_PROMPT = (
     "Fewer turns are better."
 )
 SHORT_PROMPT = "Answer from the workbook."
+NO_OUTPUT = "(no output; use print)"
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ class FastAskEnv:
     def _python(self, code: str) -> str:
         self.python_calls += 1
         result = self._open_session().run(code)
+        output = result.output.rstrip("\n")
         if result.error is None:
-            return result.output
+            return output or NO_OUTPUT
         self.python_errors += 1
-        return f"{result.output}\nerror: {result.error}".lstrip("\n")
+        return f"{output}\nerror: {result.error}".lstrip("\n")
 
     def step(self, reply: Reply) -> Step:
         if self.stop_reason is not None:

@@ -18,7 +18,7 @@ from envs.fast_ask.world import InvoiceWorld, RevenueWorld, SpendWorld, World
 from envs.workbook import Sheet, Workbook
 
 CENTS = '#,##0"c"'
-COLORS = ("1F77B4", "2CA02C", "D62728", "9467BD", None)
+COLORS = ("FACADE", "DECADE", "BEADED", "EFFACE", None, None)
 ROW_SHEETS = ("Payments", "Ledger")
 
 NOTES = {
