@@ -1,0 +1,23 @@
+"""The decoder: configs, parameters, packed forward pass, cached decoding, weights in and out."""
+
+from fastask_jax.model.config import PRESETS, ModelConfig
+from fastask_jax.model.decoder import (
+    Params,
+    forward,
+    init_params,
+    load_balance_loss,
+    unembedding,
+)
+from fastask_jax.model.weights import load_params, save_params
+
+__all__ = [
+    "PRESETS",
+    "ModelConfig",
+    "Params",
+    "forward",
+    "init_params",
+    "load_balance_loss",
+    "load_params",
+    "save_params",
+    "unembedding",
+]

@@ -1,0 +1,48 @@
+"""Causal attention over packed rows, with grouped heads.
+
+`attention` sees only the tokens of a query's own segment that are not after it.  Attention over
+a decoding cache of ragged lengths is `cached_attention`.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from kernels.attention import reference, xla
+from kernels.attention.xla import cached_attention
+
+__all__ = ["attention", "cached_attention"]
+
+_IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Packed causal attention, scores scaled by `head_dim ** -0.5`, softmax in float32.
+
+    Args:
+      q: `[B, T, H, K]`.
+      k, v: `[B, T, G, K]`; query head h reads key/value head `h // (H // G)`.
+      segment_ids: `[B, T]` int32; equal ids see each other.  Padding (0) is a segment of its own.
+      implementation: "reference" or "xla" (default).
+
+    Returns:
+      `[B, T, H, K]` in the type of `q`.
+
+    Raises:
+      ValueError: shapes that don't fit, or an unknown implementation.
+    """
+    if q.ndim != 4 or k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}")
+    if segment_ids.shape != q.shape[:2]:
+        raise ValueError(f"segment_ids must be {q.shape[:2]}, got {segment_ids.shape}")
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
+    return _IMPLEMENTATIONS[name](q, k, v, segment_ids)

@@ -1,0 +1,65 @@
+"""The gated delta rule (Yang et al., "Gated Delta Networks", 2024) over packed rows.
+
+`gated_delta` runs the recurrence of one layer, `causal_conv` is the short depth-wise convolution
+in front of it.  Both restart wherever the segment id changes and can start from a saved state.
+Gates, l2 norms and projections belong to the model.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from kernels.gated_delta import reference, xla
+from kernels.gated_delta.conv import causal_conv
+
+__all__ = ["causal_conv", "gated_delta"]
+
+_IMPLEMENTATIONS = {"reference": reference.gated_delta, "xla": xla.gated_delta}
+
+
+def gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    *,
+    chunk: int = 32,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Per value head, with state `S [K, V]` and every token t in order:
+
+        S <- exp(log_decay_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  out_t = S^T q_t
+
+    A token with `beta = 0` and `log_decay = 0` leaves the state as it is.
+
+    Args:
+      q, k: `[B, T, N, K]`; value head h uses key head `h // (H // N)`.
+      v: `[B, T, H, V]`.
+      log_decay, beta: `[B, T, H]`, `log_decay <= 0`.
+      segment_ids: `[B, T]` int32, or None for one segment a row.  Where the id differs from the
+        token before, the state restarts from zero.
+      initial_state: `[B, H, K, V]` float32, the state before the first token; default zeros.
+      chunk: tokens worked on at once by the chunked form.
+      implementation: "reference" or "xla" (default).
+
+    Returns:
+      `(out [B, T, H, V] float32, state [B, H, K, V] float32 after the last token)`.
+
+    Raises:
+      ValueError: shapes that don't fit, or an unknown implementation.
+    """
+    if q.shape != k.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(f"gated_delta shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}")
+    if log_decay.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+        raise ValueError(
+            f"log_decay and beta must be {v.shape[:3]}, got {log_decay.shape} and {beta.shape}"
+        )
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
+    return _IMPLEMENTATIONS[name](
+        q, k, v, log_decay, beta, segment_ids, initial_state, chunk=chunk
+    )

@@ -1,0 +1,39 @@
+"""Products of consecutive groups of rows with one matrix each, for dropless experts."""
+
+from __future__ import annotations
+
+import jax
+
+from kernels.grouped_matmul import reference, xla
+
+__all__ = ["grouped_matmul"]
+
+_IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+
+
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, sizes: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Rows `[sum(sizes[:e]), sum(sizes[:e + 1]))` of `x` times `weights[e]`.
+
+    Args:
+      x: `[N, D]`, rows sorted by group.
+      weights: `[E, D, F]`.
+      sizes: `[E]` integers that sum to N; groups may be empty.
+      implementation: "reference" or "xla" (default).
+
+    Returns:
+      `[N, F]` in the type of `x`; differentiable in `x` and `weights` (zero for empty groups).
+
+    Raises:
+      ValueError: shapes that don't fit, or an unknown implementation.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
+        raise ValueError(f"grouped_matmul needs x [N, D], weights [E, D, F]; got {x.shape}, "
+                         f"{weights.shape}")
+    if sizes.shape != weights.shape[:1]:
+        raise ValueError(f"sizes must be {weights.shape[:1]}, got {sizes.shape}")
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
+    return _IMPLEMENTATIONS[name](x, weights, sizes)

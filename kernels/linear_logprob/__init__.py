@@ -1,0 +1,58 @@
+"""Log-probability, entropy and log-sum-exp of token ids under a linear head.
+
+`linear_logprob` is the one way in which the learner scores tokens; it never holds a
+`[tokens, vocab]` array for the whole batch in its chunked form.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import numpy as jnp
+
+from kernels.linear_logprob import reference, xla
+
+__all__ = ["linear_logprob"]
+
+_IMPLEMENTATIONS = {"reference": reference.linear_logprob, "xla": xla.linear_logprob}
+
+
+def linear_logprob(
+    hidden: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    temperature: jax.Array | float = 1.0,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scores `ids` under `softmax(hidden @ head / temperature)`.
+
+    Args:
+      hidden: `[..., D]`, any float type.
+      head: `[D, V]`, any float type.
+      ids: `[...]` int32 in `[0, V)`.
+      temperature: a positive scalar, or an array broadcastable to `ids`.  Not differentiated.
+      implementation: "reference" or "xla" (default).
+
+    Returns:
+      `(logprob, entropy, logsumexp)`, each `[...]` float32, in nats.  `logsumexp` is of the
+      temperature-scaled logits.  Differentiable in `hidden` and `head` through all three.
+
+    Raises:
+      ValueError: shapes that don't fit, or an unknown implementation.
+    """
+    if hidden.shape[:-1] != ids.shape or head.ndim != 2 or hidden.shape[-1] != head.shape[0]:
+        raise ValueError(
+            "linear_logprob needs hidden [..., D], head [D, V] and ids [...]; got "
+            f"{hidden.shape}, {head.shape} and {ids.shape}"
+        )
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
+    lead = ids.shape
+    flat = _IMPLEMENTATIONS[name](
+        hidden.reshape(-1, hidden.shape[-1]),
+        head,
+        ids.reshape(-1),
+        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), lead).reshape(-1),
+    )
+    return tuple(x.reshape(lead) for x in flat)  # type: ignore[return-value]
