@@ -8,7 +8,7 @@ workbook alone.  Nothing here looks at the truth, except that a decoy never repe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from envs.fast_ask import vocab
@@ -48,15 +48,16 @@ NOTES = {
 
 
 def first_rows(rng: Random) -> dict[str, int]:
-    """The header row of the sheets that row answers point into."""
-    return {name: rng.randint(1, 12) for name in ROW_SHEETS}
+    """The header row of the sheets that row answers point into.  It wanders far enough that
+    no constant guess of a row is right more than about once in thirty times."""
+    return {name: rng.randint(1, 30) for name in ROW_SHEETS}
 
 
 def _sheet(name: str, header: str, rows: Iterable[tuple], top: int = 1, title: str = "") -> Sheet:
     columns = tuple(header.split())
     numbered = dict(enumerate(rows, top + 1))
     if title and top > 1:
-        numbered = {1: (title,), top: columns, **numbered}
+        numbered = {top - 1: (title,), top: columns, **numbered}
     else:
         numbered = {top: columns, **numbered}
     formats = {
@@ -265,15 +266,17 @@ def _invoice_helper(
 
 
 def _decoys(rng: Random, scale: Scale, truth) -> list[Sheet]:
-    """Planning data that no question needs; no number in it equals the true answer."""
+    """Planning data that no question needs; no number or month in it equals `truth` (an
+    int, a text or None)."""
     random = rng.random
 
     def number(low: int, high: int) -> int:
         value = low + int(random() * (high - low))
         return value + 1 if value == truth else value
 
-    def pick(words: tuple[str, ...]) -> str:
-        return words[int(random() * len(words))]
+    def pick(words: Sequence[str]) -> str:
+        i = int(random() * len(words))
+        return words[i] if words[i] != truth else words[i - 1]
 
     def rows() -> range:
         return range(rng.randint(*scale.decoy_rows))

@@ -110,7 +110,8 @@ def build_workbook(task: Task) -> Workbook:
     world, tops, drawn, _, key = _parts(
         task.scale, task.type, task.difficulty, task.seed, task.attempt
     )
-    truth = drawn[1] if drawn and isinstance(drawn[1], int) else None
+    # A yes or no must not reach the decoys: True == 1 would keep every 1 out of them.
+    truth = drawn[1] if drawn and type(drawn[1]) in (int, str) else None
     rng = Random(key + "/sheets")
     return sheets.build(world, task.type, task.difficulty, SCALES[task.scale], tops, rng, truth)
 
