@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 C = TypeVar("C")
-_RESERVED = ("help", "preset", "debug")
+_RESERVED = ("help", "preset", "debug", "show_config")
 
 
 def parse(
@@ -80,8 +80,10 @@ def parse(
     """The config that `argv` (default: the process's) describes.
 
     presets: complete configs to start from, picked with `--preset NAME`; `preset` names the one
-    taken without that option.  Otherwise the start is the class's own defaults.  Prints the help
-    and exits 0 on `--help`.  Raises UsageError with one line that says what to do.
+    taken without that option.  Otherwise the start is the class's own defaults.  `--help` prints
+    every field, `--show-config` the resolved config as JSON; both exit 0.
+
+    Raises UsageError with one line that says what to do.
     """
     presets = presets or {}
     leaves = {leaf.name: leaf for leaf in leaves_of(config_class)}
@@ -90,7 +92,8 @@ def parse(
         raise TypeError(f"{config_class.__name__}.{taken[0]} is a reserved option name")
     texts, wants_help = _split(sys.argv[1:] if argv is None else argv, leaves, config_class)
     preset = texts.pop("preset", preset)
-    texts.pop("debug", None)
+    texts.pop("debug", None)  # taken by run_main; let through where `main` reads the process's argv
+    shows = texts.pop("show_config", "false").lower() in TRUE
     if preset is not None and preset not in presets:
         if not presets:
             raise UsageError("--preset: this experiment has no presets; leave the option out")
@@ -105,7 +108,11 @@ def parse(
             values[name] = read_value(leaves[name].type, text)
         except ValueError as error:
             raise UsageError(f"{leaves[name].flag}: {error}") from None
-    return typing.cast(C, _build(config_class, base, values, ""))
+    config = typing.cast(C, _build(config_class, base, values, ""))
+    if shows:
+        print(to_json(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 def _split(
@@ -129,7 +136,7 @@ def _split(
         if not equals:
             if rest and not rest[0].startswith("--"):
                 text = rest.pop(0)
-            elif name == "debug" or (
+            elif name in ("debug", "show_config") or (
                 name in leaves and strip_optional(leaves[name].type)[0] is bool
             ):
                 text = "true"
@@ -209,7 +216,11 @@ def _help(
     if text and not text.startswith(f"{cls.__name__}("):  # the signature that dataclass writes
         first = text.strip().split("\n\n")[0]
         lines += [*textwrap.wrap(" ".join(first.split()), width), ""]
-    rows = [("--help", "show this text"), ("--debug true", "show the traceback of a failure")]
+    rows = [
+        ("--help", "show this text"),
+        ("--show-config", "show the resolved config as JSON and stop"),
+        ("--debug", "show the traceback of a failure"),
+    ]
     if presets:
         chosen = f"; default {preset}" if preset else ""
         rows.append(("--preset NAME", f"start from one of {', '.join(presets)}{chosen}"))
@@ -298,17 +309,5 @@ def run_main(
 ) -> NoReturn:
     """Runs an experiment's `main(argv)` and exits: 0 done, 1 failed, 2 wrong usage, 130
     interrupted.  Errors are one line on stderr; `--debug true` adds the traceback."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    sys.exit(_exit.run(lambda: main(words), debug=_wants_debug(words)))
-
-
-def _wants_debug(words: Sequence[str]) -> bool:
-    """Read ahead of `parse`, so that errors of parsing can be debugged too."""
-    wanted = False
-    for i, word in enumerate(words):
-        if word == "--debug":
-            value = words[i + 1] if i + 1 < len(words) else "true"
-            wanted = value.startswith("--") or value.lower() in TRUE
-        elif word.startswith("--debug="):
-            wanted = word.partition("=")[2].lower() in TRUE
-    return wanted
+    debug, words = _exit.take_debug(sys.argv[1:] if argv is None else argv)
+    sys.exit(_exit.run(lambda: main(words), debug))

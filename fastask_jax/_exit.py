@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -55,6 +55,24 @@ def explain(error: BaseException) -> tuple[int, str]:
         return FAILED, f"error: {text}"
     name = type(error).__name__
     return FAILED, f"error: {name}: {text} (--debug true shows where)".replace(":  (", " (")
+
+
+def take_debug(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether `--debug` (or `--debug true`) is among the words, and the words without it.
+
+    Read ahead of any parsing, so that errors of parsing can be debugged too.
+    """
+    wanted, rest = False, list(argv)
+    while (i := next((i for i, w in enumerate(rest) if _is_debug(w)), None)) is not None:
+        _, equals, value = rest.pop(i).partition("=")
+        if not equals and i < len(rest) and rest[i].lower() in ("true", "false"):
+            value = rest.pop(i)
+        wanted = value.lower() != "false"
+    return wanted, rest
+
+
+def _is_debug(word: str) -> bool:
+    return word == "--debug" or word.startswith("--debug=")
 
 
 def run(command: Callable[[], int | None], debug: bool = False) -> int:

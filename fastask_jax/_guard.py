@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 _REPAIR = (
-    "Run `pip uninstall kernels`, then `pip install --force-reinstall --no-deps .` in the "
+    "run `pip uninstall kernels`, then `pip install --force-reinstall --no-deps .` in the "
     "checkout of fastask-jax"
 )
 _MARK = re.compile(r"^__fastask__\s*(?::\s*\w+\s*)?=\s*True\b", re.MULTILINE)
@@ -81,6 +81,6 @@ def _check_no_foreign_metadata() -> None:
         for found in Path(entry or ".").glob("kernels-*.dist-info"):
             raise ForeignKernelsError(
                 f"Hugging Face's package `kernels` is installed in this environment ({found}), "
-                "and transformers would take fastask-jax's package of that name for it. "
+                "and transformers would take fastask-jax's package of that name for it: "
                 f"{_REPAIR}, or use an environment of its own"
             )

@@ -166,6 +166,15 @@ def test_help_lists_every_field_with_type_default_and_text(capsys) -> None:
         assert f"  {flag} " in shown
 
 
+def test_show_config_prints_json_and_stops(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, ["--show-config", "--preset", "large", "--batch=64"], presets=PRESETS)
+    assert caught.value.code == 0
+    assert from_json(Config, capsys.readouterr().out) == dataclasses.replace(
+        PRESETS["large"], batch=64
+    )
+
+
 def test_resolved_config_is_short_and_aligned() -> None:
     lines = format_config(PRESETS["large"]).splitlines()
     assert lines[0] == "config"
@@ -260,7 +269,9 @@ def test_interrupt_in_training_says_how_to_resume(capsys) -> None:
     assert (code, shown) == (130, "interrupted; resume with --run-dir runs/x --resume true\n")
 
 
-@pytest.mark.parametrize("argv", [["--debug", "true"], ["--debug=1"], ["--batch", "8", "--debug"]])
+@pytest.mark.parametrize(
+    "argv", [["--debug", "true"], ["--debug=true"], ["--batch", "8", "--debug"]]
+)
 def test_debug_shows_the_traceback_and_parse_lets_it_through(argv, capsys) -> None:
     def main(words: list[str]) -> None:
         parse(Config, words)
