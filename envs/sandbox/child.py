@@ -130,7 +130,9 @@ class Interpreter:
             text = type(error).__name__
             try:
                 detail = str(error)
-            except Exception as second:
+            except TimeLimit:
+                raise
+            except BaseException as second:  # whatever it does, SystemExit too
                 detail = f"(its text raised {type(second).__name__})"
             if detail:
                 text += f": {_shorten(detail, ERROR_CHARS)}"
@@ -181,23 +183,21 @@ def _shorten(text: str, limit: int) -> str:
 class _Loaded:
     """Import finder of a session: what is loaded is all there is, and the error says so."""
 
-    def __init__(self, available: list[str]) -> None:
-        self._available = ", ".join(available)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         raise ModuleNotFoundError(
-            f"no module {name!r} here; available: {self._available}", name=name
+            f"no module {name!r} here; only computing modules of the standard library are "
+            "(math, re, datetime, statistics, decimal, collections, itertools, json, ...)",
+            name=name,
         )
 
 
-def serve(
-    settings: dict[str, Any], seed: int, modules: list[str], probe: Callable[[], dict[str, str]]
-) -> None:
+def serve(settings: dict[str, Any], seed: int, probe: Callable[[], dict[str, str]]) -> None:
     """Answer requests on the channel until the host closes it.
 
     settings: soft_seconds, output_chars.  probe: the self-test's acts, run on request.
     """
-    sys.meta_path[:] = [_Loaded(modules)]
+    sys.meta_path[:] = [_Loaded]
     sys.path[:] = []
     interpreter = Interpreter(seed, settings["soft_seconds"], settings["output_chars"])
     # Bound here, so that code that replaces names in modules does not reach this loop.

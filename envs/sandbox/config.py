@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Walls without which there is no session.
+MANDATORY = frozenset({"exec", "limits", "seccomp", "uid", "self-test"})
+
 
 class SandboxUnavailable(RuntimeError):
     """This host cannot run session code safely (or at all); the text says what is missing."""

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .config import Layer, Result, SandboxBusy, SandboxConfig, SandboxUnavailable
+from .config import MANDATORY, Layer, Result, SandboxBusy, SandboxConfig, SandboxUnavailable
 
 _BOOT = """
 import json, sys, types
@@ -43,7 +44,6 @@ _CONTROL_SECONDS = 20.0
 _MAX_STRAY_BYTES = 1 << 20
 NO_OUTPUT = "(no output; use print)"
 RESTARTED = "(Python was restarted: earlier variables are gone, cells read so far are bound again)"
-_MANDATORY = {"exec": True, "limits": True, "seccomp": True, "uid": True, "self-test": True}
 
 
 class _ZygoteDied(Exception):
@@ -71,9 +71,10 @@ class Sandbox:
         self._keys = itertools.count(1)
         self._live = 0
         self._closed = False
+        self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self.generation = 0
+        self._generation = 0
         self.layers: tuple[Layer, ...] = ()
         with self._lock:
             self._start()
@@ -145,7 +146,7 @@ class Sandbox:
                 start_new_session=True,
             )  # fmt: skip
         self._control = ours
-        self.generation += 1
+        self._generation += 1
         self._live = 0
         try:
             states: dict[str, list[str]] = self._receive(_START_SECONDS)["hello"]
@@ -156,7 +157,7 @@ class Sandbox:
         walls = [Layer("exec", "on", f"zygote {self._process.pid}, empty environment", True)]
         for name in ("limits", "seccomp", "uid", "landlock", "namespaces"):
             state, detail = states[name]
-            walls.append(Layer(name, state, detail, _MANDATORY.get(name, False)))
+            walls.append(Layer(name, state, detail, name in MANDATORY))
         missing = [f"{layer.name} ({layer.detail})" for layer in walls if layer.state == "missing"]
         if missing and not self.config.allow_unsafe_python:
             self._stop()
@@ -168,10 +169,8 @@ class Sandbox:
         self.layers = tuple(walls)
 
     def _stop(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
+        self._hang_up()
+        if self._process is not None and os.getpid() == self._owner:
             self._process.kill()  # its children are bound to its life by the kernel
             self._process.wait()
             if self._process.stderr is not None:
@@ -204,6 +203,8 @@ class Sandbox:
     # Requests to the zygote.  Each raises _ZygoteDied when it is gone.
 
     def _send(self, message: dict[str, Any], channel: int | None = None) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError("a sandbox belongs to the process that made it; make one here")
         if self._control is None:
             raise _ZygoteDied
         ancillary = []
@@ -214,19 +215,35 @@ class Sandbox:
             self._control.settimeout(_CONTROL_SECONDS)
             self._control.sendmsg([json.dumps(message).encode()], ancillary)
         except OSError:
+            self._hang_up()
             raise _ZygoteDied from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        assert self._control is not None
+        if self._control is None:
+            raise _ZygoteDied
         try:
             self._control.settimeout(seconds)
             data = self._control.recv(1 << 16)
         except OSError:  # a time-out too: a zygote that does not answer is as good as dead
             data = b""
         if not data:
+            self._hang_up()
             raise _ZygoteDied
         answer: dict[str, Any] = json.loads(data)
         return answer
+
+    def _answer(self, key: int) -> dict[str, Any]:
+        # Answers to a request that was interrupted (Ctrl-C) may still lie before ours.
+        while (answer := self._receive(_CONTROL_SECONDS)).get("key") != key:
+            pass
+        return answer
+
+    def _hang_up(self) -> None:
+        # A late answer must not be taken for that of a later request: no second try on this
+        # channel.  The next session starts a new zygote.
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def _spawn(self, seed: int) -> tuple[int, int, socket.socket]:
         """A new child: (zygote generation, key, our end of its socket)."""
@@ -249,7 +266,7 @@ class Sandbox:
                         self._restart()
                         continue
                 self._live += 1
-                return self.generation, key, ours
+                return self._generation, key, ours
         raise SandboxUnavailable("the Python zygote dies as soon as it is asked for a session")
 
     def _restart(self) -> None:
@@ -265,21 +282,21 @@ class Sandbox:
         Raises _ZygoteDied when the child's zygote is gone, and the child with it.
         """
         with self._lock:
-            if generation != self.generation:
+            if generation != self._generation:
                 raise _ZygoteDied
-            self._live -= 1
             self._send({"do": "end", "key": key, "wait": wait})
+            self._live -= 1
             if not wait:
                 return None
-            ended: int | str | None = self._receive(_CONTROL_SECONDS)["ended"]
+            ended: int | str | None = self._answer(key)["ended"]
             return ended
 
     def _child_pid(self, generation: int, key: int) -> int:
         with self._lock:
-            if generation != self.generation:
+            if generation != self._generation:
                 raise _ZygoteDied
             self._send({"do": "pid", "key": key})
-            return int(self._receive(_CONTROL_SECONDS)["pid"])
+            return int(self._answer(key)["pid"])
 
 
 class Session:
@@ -304,7 +321,10 @@ class Session:
         """The process id of the session's child, None while it has none."""
         if self._child is None:
             return None
-        return self._sandbox._child_pid(*self._child[:2])
+        try:
+            return self._sandbox._child_pid(*self._child[:2])
+        except _ZygoteDied:
+            return None
 
     def bind(self, sheet: str, top_row: int, first_col: int, rows: Sequence[Sequence[Any]]) -> None:
         """Make a block of read cells known to the code (see `prelude.Bindings.bind`).
@@ -327,17 +347,19 @@ class Session:
         limit = self._sandbox.config.code_chars
         if len(code) > limit:
             return Result("", f"the code has {len(code):,} characters, the limit is {limit:,}")
+        if self._child is not None and _gone(self._child[2]):
+            self._drop(wait=False)  # it died while idle, which is not this call's fault
         lost = False
         for attempt in range(3):
-            fresh = self._child is None
-            if fresh:
-                lost = lost or self._calls > 0
+            lost = lost or (self._child is None and self._calls > 0)
             try:
                 answer = self._exchange({"code": code})
                 result = self._checked(answer)
             except _ZygoteDied:
                 if attempt == 2:
-                    raise SandboxUnavailable("the Python zygote died three times") from None
+                    raise SandboxUnavailable(
+                        "the Python zygote died or gave no session process three times running"
+                    ) from None
                 continue  # not the code's doing: once more, in a new process
             except _DeadlinePassed:
                 result = self._stopped(
@@ -384,10 +406,10 @@ class Session:
         if not isinstance(output, str) or not isinstance(error, str | None):
             raise wire.MalformedFrame("fields of a wrong type")
         cut = self._sandbox.config.output_chars + 200  # the child's own note comes on top
-        output = output[:cut]
+        output = _printable(output[:cut])
         if not output and error is None:
             output = NO_OUTPUT
-        return Result(output, None if error is None else error[:cut], timed_out is True)
+        return Result(output, None if error is None else _printable(error[:cut]), timed_out is True)
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and wait for the answer with its id."""
@@ -423,12 +445,16 @@ class Session:
                 hello = wire.receive(read, reply_limit)
                 if hello is not None and "fatal" in hello:
                     raise SandboxUnavailable(f"no walls for a new session: {hello['fatal']}")
+                fresh = False
                 deadline = time.monotonic() + config.hard_seconds
             while (answer := wire.receive(read, reply_limit)) is not None:
                 if answer.get("id") == identity:
                     return answer
             raise _ChildDied(self._how_it_ended())
         except TimeoutError:
+            if fresh:  # no code ran yet: a crowded host, or a zygote that hangs
+                self._drop(wait=True)
+                raise _ZygoteDied from None
             raise _DeadlinePassed from None
         except OSError:  # a reset or broken pipe: the process is gone
             raise _ChildDied(self._how_it_ended()) from None
@@ -461,3 +487,14 @@ def _set_deadline(channel: socket.socket, deadline: float) -> None:
     if left <= 0:
         raise TimeoutError
     channel.settimeout(left)
+
+
+def _gone(channel: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLHUP)
+    return bool(poll.poll(0))
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates escaped: the text goes on to tokenizers and files, as UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

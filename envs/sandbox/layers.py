@@ -8,7 +8,7 @@ in that child, never a child with one wall less.
 
 Left out: cgroups (an address-space limit holds each child and the host limits how many
 live) and anything that needs a helper program.  Linux only; imports nothing of ours but the
-seccomp table.
+seccomp table and a list of names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any
 
 from . import seccomp
+from .config import MANDATORY
 
 NOBODY = 65534
-MANDATORY = ("limits", "seccomp", "uid")
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2

@@ -74,6 +74,7 @@ class Zygote:
         self._children: dict[int, list[Any]] = {}
 
     def run(self) -> None:
+        os.environ.clear()  # only Python's own start needed the hash seed in it
         self._walls.prepare()
         self._wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -144,7 +145,7 @@ class Zygote:
         self._walls.apply()
         for name in _HIDDEN:
             sys.modules.pop(name, None)
-        child.serve(self._settings, seed, MODULES, self._walls.forbidden_acts)
+        child.serve(self._settings, seed, self._walls.forbidden_acts)
         os._exit(0)
 
     def _end(self, key: int, wait: bool) -> None:
