@@ -80,11 +80,15 @@ def main(argv: list[str]) -> int:
     sweep = parse_sweep(argv)
     combinations = sweep.combinations()
     print(f"sweep of {sweep.module}: {len(combinations)} runs in {sweep.run_dir}", flush=True)
+    configs = [_resolve(sweep, values) for values in combinations]
+    wrong = [c for c in configs if isinstance(c, str)]
+    if len(wrong) == len(configs):
+        raise UsageError(wrong[0])  # a misspelt field, most likely: nothing can run
     rows = []
-    for i, values in enumerate(combinations, start=1):
+    for i, (values, config) in enumerate(zip(combinations, configs, strict=True), start=1):
         label = ", ".join(f"{k}={v}" for k, v in values.items())
         print(f"[{i}/{len(combinations)}] {label}", flush=True)
-        rows.append(run_one(sweep, values))
+        rows.append(run_one(sweep, values, config))
         print(f"    {_outcome(rows[-1])}", flush=True)
     report(sweep, rows)
     failed = sum(r["status"] == "failed" for r in rows)
@@ -146,22 +150,38 @@ def _grid(text: str) -> tuple[str, tuple[str, ...]]:
     return field.strip().lstrip("-").replace("-", "_"), tuple(dict.fromkeys(parts))
 
 
-def run_one(sweep: Sweep, values: Mapping[str, str]) -> dict[str, Any]:
-    """One combination: skipped where done, else run.  Returns its row of the table."""
+def _command(sweep: Sweep, values: Mapping[str, str]) -> list[str]:
+    options = [f"--{field}={value}" for field, value in values.items()]
+    place = f"--run-dir={sweep.run_dir / _folder(values)}"
+    return [sys.executable, "-m", sweep.module, *sweep.fixed, *options, place]
+
+
+def _resolve(sweep: Sweep, values: Mapping[str, str]) -> dict[str, Any] | str:
+    """The whole config of one combination as the experiment itself resolves it, or its error."""
+    command = [*_command(sweep, values), "--show-config"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    if shown.returncode:
+        return _last_line(shown.stderr)
+    try:
+        config = json.loads(shown.stdout)
+    except ValueError:
+        config = None
+    if isinstance(config, dict):
+        return config
+    return f"{sweep.module} doesn't take its config from experiments.config.parse"
+
+
+def run_one(
+    sweep: Sweep, values: Mapping[str, str], wanted: dict[str, Any] | str
+) -> dict[str, Any]:
+    """One combination with its resolved config (or the error of resolving it): skipped where
+    done, else run.  Returns its row of the table."""
     name = _folder(values)
     run_dir = sweep.run_dir / name
     row: dict[str, Any] = {**values, "run_dir": str(run_dir)}
-    options = [*sweep.fixed, *(f"--{field}={value}" for field, value in values.items())]
-    options.append(f"--run-dir={run_dir}")
-    command = [sys.executable, "-m", sweep.module, *options]
-    shown = subprocess.run([*command, "--show-config"], capture_output=True, text=True)
-    if shown.returncode:
-        return {**row, "status": "failed", "error": _last_line(shown.stderr)}
-    try:
-        wanted = json.loads(shown.stdout)
-    except ValueError:
-        error = f"{sweep.module} doesn't take its config from experiments.config.parse"
-        return {**row, "status": "failed", "error": error}
+    if isinstance(wanted, str):
+        return {**row, "status": "failed", "error": wanted}
+    command = _command(sweep, values)
     held = _held_config(run_dir)
     if held is not None and _settings(held) != _settings(wanted):
         different = [k for k in wanted if k not in _PLACE and held.get(k) != wanted[k]]

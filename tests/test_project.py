@@ -84,6 +84,16 @@ def test_the_arrow_check_can_fail(tmp_path) -> None:
     assert "2 broken" in done.stdout
 
 
+def test_every_folder_of_code_is_a_package_that_gets_installed() -> None:
+    folders = {
+        path.parent
+        for package in ("kernels", "envs", "fastask_jax", "experiments")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    bare = [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").exists()]
+    assert bare == []
+
+
 def test_environments_import_without_jax_or_the_learner() -> None:
     code = """
 import importlib, json, pkgutil, sys

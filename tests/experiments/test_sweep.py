@@ -3,15 +3,14 @@
 import csv
 import json
 import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from experiments.config import UsageError
-from experiments.sweep import parse_sweep
+from experiments.config import UsageError, run_main
+from experiments.sweep import main, parse_sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,21 +56,35 @@ run_main(main)
 """
 
 
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    (tmp_path / "toy.py").write_text(textwrap.dedent(EXPERIMENT))
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the experiment, importable here and in the runs' processes."""
+    (tmp_path / "toy.py").write_text(EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
     return tmp_path
 
 
-def sweep(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(place)])
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.sweep", *argv],
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+@pytest.fixture
+def sweep(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The sweep's own part runs here, each run in a process of its own."""
+
+    def call(*argv: str) -> Done:
+        with pytest.raises(SystemExit) as caught:
+            run_main(main, argv)
+        shown = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Done(caught.value.code, shown.out, shown.err)
+
+    return call
 
 
 def rows(place: Path) -> list[dict[str, str]]:
@@ -83,10 +96,9 @@ def starts(place: Path, name: str) -> str:
     return (place / "out" / name / "starts.txt").read_text()
 
 
-@pytest.mark.slow
-def test_grid_runs_reports_and_is_skipped_the_second_time(place) -> None:
+def test_grid_runs_reports_and_is_skipped_the_second_time(place, sweep) -> None:
     argv = ["toy", "--grid", "skill=0.2,0.9", "--grid=style=a,b", "--tasks", "20"]
-    done = sweep(place, *argv, "--run-dir", "out")
+    done = sweep(*argv, "--run-dir", "out")
     assert done.returncode == 0, done.stderr
     got = rows(place)
     assert [(r["skill"], r["style"]) for r in got] == [
@@ -104,19 +116,18 @@ def test_grid_runs_reports_and_is_skipped_the_second_time(place) -> None:
     assert max(map(len, table.splitlines())) <= 100
     assert (place / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
-    again = sweep(place, *argv, "--run-dir", "out")
+    again = sweep(*argv, "--run-dir", "out")
     assert again.returncode == 0
     assert again.stdout.count("done before: exact match") == 4
     assert starts(place, "skill=0.2,style=a") == "resume=False\n"
 
-    other = sweep(place, *argv[:-1], "30", "--run-dir", "out")
+    other = sweep(*argv[:-1], "30", "--run-dir", "out")
     assert other.returncode == 1
     assert "holds a run with other settings (tasks); give another --run-dir" in other.stdout
 
 
-@pytest.mark.slow
-def test_failed_runs_show_their_error_line_and_the_rest_go_on(place) -> None:
-    done = sweep(place, "toy", "--grid", "style=a,b,c", "--crash=b", "--run-dir=out")
+def test_failed_runs_show_their_error_line_and_the_rest_go_on(place, sweep) -> None:
+    done = sweep("toy", "--grid", "style=a,b,c", "--crash=b", "--run-dir=out")
     assert done.returncode == 1
     assert "1 of 3 runs failed" in done.stderr
     got = rows(place)
@@ -124,24 +135,23 @@ def test_failed_runs_show_their_error_line_and_the_rest_go_on(place) -> None:
     assert got[1]["error"].startswith("the world went away (log: ")
     assert "run 2 failed: the world went away" in (place / "out" / "sweep.txt").read_text()
     # A value that the config refuses fails alone too, before anything starts.
-    done = sweep(place, "toy", "--grid", "skill=0.5,2", "--run-dir", "out2")
+    done = sweep("toy", "--grid", "skill=0.5,2", "--run-dir", "out2")
     assert done.returncode == 1
     assert "failed: skill must be between 0 and 1" in done.stdout
     assert not (place / "out2" / "skill=2").exists()
 
 
-@pytest.mark.slow
-def test_a_run_that_was_cut_off_is_resumed_or_started_afresh(place) -> None:
+def test_a_run_that_was_cut_off_is_resumed_or_started_afresh(place, sweep) -> None:
     argv = ["toy", "--grid", "style=a,b", "--run-dir", "out"]
-    assert sweep(place, *argv).returncode == 0
+    assert sweep(*argv).returncode == 0
     for name in ("style=a", "style=b"):
         (place / "out" / name / "summary.json").unlink()
     (place / "out" / "style=a" / "checkpoints" / "3").mkdir(parents=True)
-    assert sweep(place, *argv).returncode == 0
+    assert sweep(*argv).returncode == 0
     assert starts(place, "style=a") == "resume=False\nresume=True\n"
     assert starts(place, "style=b") == "resume=False\n"
     # The resumed run's saved config says resume=true; it counts as done all the same.
-    assert sweep(place, *argv).stdout.count("done before") == 2
+    assert sweep(*argv).stdout.count("done before") == 2
 
 
 def test_parsing() -> None:
@@ -173,9 +183,12 @@ def test_wrong_usage(argv, text) -> None:
     assert text in str(caught.value)
 
 
-def test_help_and_unknown_field_of_the_experiment(place) -> None:
-    shown = sweep(place, "--help")
+def test_help_and_unknown_field_of_the_experiment(place, sweep) -> None:
+    shown = sweep("--help")
     assert shown.returncode == 0 and shown.stdout.startswith("usage: python -m experiments.sweep")
-    done = sweep(place, "toy", "--grid", "skil=0.1", "--run-dir", "out")
-    assert done.returncode == 1
-    assert "unknown field --skil; did you mean --skill?" in done.stdout
+    done = sweep("toy", "--grid", "skil=0.1", "--run-dir", "out")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: unknown field --skil; did you mean --skill? (--help lists every field)\n"
+    )
+    assert not (place / "out").exists()
