@@ -250,16 +250,15 @@ class _Rollout:
         else:
             shown = self.tools if self.config.tools_in_prompt else None
             first = next((e for e in group.episodes if e.prompt is not None), None)
-            if first is not None and first.messages == event.messages:
-                episode.prompt = first.prompt
+            if first is not None and first.prompt and first.messages == event.messages:
+                prompt = first.prompt
             else:
-                episode.prompt = self.chat.encode_prompt(event.messages, shown)
-            episode.messages = event.messages
-            if len(episode.prompt) >= self.engine.config.max_len:
+                prompt = self.chat.encode_prompt(event.messages, shown)
+            episode.prompt, episode.messages = prompt, event.messages
+            if len(prompt) >= self.engine.config.max_len:
                 raise ValueError(
-                    f"the prompt of task {episode.trajectory.task_id} has {len(episode.prompt)} "
-                    f"tokens and a slot holds {self.engine.config.max_len}: raise "
-                    "EngineConfig.max_len"
+                    f"the prompt of task {episode.trajectory.task_id} has {len(prompt)} tokens "
+                    f"and a slot holds {self.engine.config.max_len}: raise EngineConfig.max_len"
                 )
         # Together, so that the whole group shares one prefill.
         if group.resetting == 0:
