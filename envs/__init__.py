@@ -1,1 +1,1 @@
-"""Tasks, tools, rewards, sandbox and the process pool. Never imports jax, fastask_jax or kernels."""
+"""Tasks, tools, rewards, sandbox and process pool.  Never imports jax, fastask_jax or kernels."""

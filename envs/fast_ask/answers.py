@@ -12,15 +12,21 @@ import re
 
 ANSWER_TYPES = ("cents", "name", "yes_no", "month", "invoice", "date", "row")
 
-_LINE = re.compile(r"^[ \t]*ANSWER:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
-_CENTS = re.compile(r"(-?)(\d{1,18}|\d{1,3}(?:,\d{3}){1,5})(?: ?cents)?", re.IGNORECASE)
-_ROW = re.compile(r"'?([A-Za-z][\w ]{0,40}?)'?(?:!| row )[A-Za-z]{0,3}(\d{1,7})", re.IGNORECASE)
+# ASCII: a digit of another script is no digit here, whatever int() thinks of it.
+_CENTS = re.compile(r"(-?)(\d{1,18}|\d{1,3}(?:,\d{3}){1,5})(?: ?cents)?", re.I | re.A)
+_ROW = re.compile(r"('?)([A-Z][\w ]{0,40}?)\1(?:!\$?[A-Z]{0,3}\$?| row )(\d{1,7})", re.I | re.A)
+_MONTH = re.compile(r"\d{4}-(0[1-9]|1[0-2])", re.A)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d", re.A)
+_INVOICE = re.compile(r"INV-\d{1,12}", re.I | re.A)
 
 
 def last_answer(text: str) -> str | None:
-    """What stands behind the last `ANSWER:` line, or None."""
-    found = _LINE.findall(text)
-    return found[-1] if found else None
+    """What stands on the last line that begins with `ANSWER:`, or None."""
+    for line in reversed(text.split("\n")):
+        line = line.strip()
+        if line.startswith("ANSWER:"):
+            return line.removeprefix("ANSWER:").strip()
+    return None
 
 
 def parse(text: str | None, answer_type: str) -> object | None:
@@ -34,19 +40,19 @@ def parse(text: str | None, answer_type: str) -> object | None:
     if answer_type == "yes_no":
         return {"yes": True, "no": False}.get(text.lower())
     if answer_type == "month":
-        return text if re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", text) else None
+        return text if _MONTH.fullmatch(text) else None
     if answer_type == "date":
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        if not _DATE.fullmatch(text):
             return None
         try:
             return dt.date.fromisoformat(text)
         except ValueError:
             return None
     if answer_type == "invoice":
-        return text.upper() if re.fullmatch(r"INV-\d+", text, re.IGNORECASE) else None
+        return text.upper() if _INVOICE.fullmatch(text) else None
     if answer_type == "row":
         match = _ROW.fullmatch(text)
-        return (match[1].lower(), int(match[2])) if match else None
+        return (match[2].lower(), int(match[3])) if match else None
     if answer_type == "name":
         return text.casefold() or None
     raise ValueError(f"unknown answer type {answer_type!r}; types: {', '.join(ANSWER_TYPES)}")
@@ -57,8 +63,8 @@ def write(truth: object, answer_type: str) -> str:
     if answer_type == "yes_no":
         return "yes" if truth else "no"
     if answer_type == "row":
-        sheet, row = truth  # type: ignore[misc]
-        return f"{sheet}!{row}"
+        assert isinstance(truth, tuple)
+        return f"{truth[0]}!{truth[1]}"
     return str(truth)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from envs.fast_ask.world import InvoiceWorld, RevenueWorld, SpendWorld, month_of
+from envs.fast_ask.world import InvoiceWorld, Payment, RevenueWorld, SpendWorld, month_of
 
 Ask = dict[str, Any]
 Drawn = tuple[Ask, Any] | None
@@ -67,8 +67,8 @@ def _not_given_away(net: int, gross: dict[tuple[str, str], int], whole: int) -> 
 def _region_net(rng: Random, world: RevenueWorld, guarded: bool, want: bool) -> Drawn:
     region = rng.choice(world.regions)
     first, last = _period(rng, world.calendar.months)
-    net = _total(world.net_by(lambda o: o.region), region, first, last)
-    gross = world.gross_by(lambda o: o.region)
+    net = _total(world.net("region"), region, first, last)
+    gross = world.gross("region")
     if net <= 0 or guarded and not _not_given_away(net, gross, _total(gross, region, first, last)):
         return None
     return {"region": region, "first": first, "last": last}, net
@@ -78,22 +78,20 @@ def _tier_usd(rng: Random, world: RevenueWorld, guarded: bool, want: bool) -> Dr
     tier = rng.choice(sorted({c.tier for c in world.contracts}))
     first, last = _period(rng, world.calendar.months, 5)
     usd = _total(world.usd_by_tier(), tier, first, last)
-    local: Counter = Counter()
-    for c in world.contracts:
-        local[c.tier, c.month] += c.cents
+    local = world.local_by_tier()
     if usd <= 0 or guarded and not _not_given_away(usd, local, _total(local, tier, first, last)):
         return None
     return {"tier": tier, "first": first, "last": last}, usd
 
 
 def _top_customer(rng: Random, world: RevenueWorld, guarded: bool, want: bool) -> Drawn:
-    first, last = rng.choice(world.calendar.quarters())
-    top = _single_top(_sums(world.net_by(lambda o: o.customer), first, last))
-    return top and ({"first": first, "last": last}, top)
+    first, last = rng.choice(world.calendar.quarters)
+    top = _single_top(_sums(world.net("customer"), first, last))
+    return ({"first": first, "last": last}, top) if top else None
 
 
 def _region_target(rng: Random, world: RevenueWorld, guarded: bool, want: bool) -> Drawn:
-    net = world.net_by(lambda o: o.region)
+    net = world.net("region")
     scopes = [
         (region, month)
         for (region, month), target in world.targets.items()
@@ -108,7 +106,7 @@ def _region_target(rng: Random, world: RevenueWorld, guarded: bool, want: bool) 
 def _first_month(rng: Random, world: RevenueWorld, guarded: bool, want: bool) -> Drawn:
     months = world.calendar.months
     net: Counter = Counter()
-    for (_, month), cents in world.net_by(lambda o: "").items():
+    for (_, month), cents in world.net("").items():
         net[month] += cents
     i = rng.randrange(1, len(months))
     running, peak = 0, 0
@@ -139,7 +137,7 @@ def _reference(rng: Random, world: InvoiceWorld, i: int) -> Ask | None:
     return _signature(world, i)
 
 
-def _payment_clue(world: InvoiceWorld, payment) -> Ask | None:
+def _payment_clue(world: InvoiceWorld, payment: Payment) -> Ask | None:
     clue = (payment.source, payment.method, payment.date, payment.cents)
     fits = [p for p in world.payments if (p.source, p.method, p.date, p.cents) == clue]
     if len(fits) != 1:
@@ -178,15 +176,14 @@ def describe_invoice(ask: Ask) -> str:
 def describe_payment(ask: Ask) -> str:
     if ask["by"] == "id":
         return f"payment {ask['payment']}"
-    return (
-        f"the {ask['method']} payment of {ask['amount']} cents on {ask['paid']} from {ask['source']}"
-    )
+    amount, paid = ask["amount"], ask["paid"]
+    return f"the {ask['method']} payment of {amount} cents on {paid} from {ask['source']}"
 
 
 def _open_balance(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Drawn:
     i = rng.randrange(len(world.invoices))
     invoice = world.invoices[i]
-    dates = [d for d in world.calendar.month_ends() if d >= invoice.date]
+    dates = [d for d in world.calendar.month_ends if d >= invoice.date]
     date = rng.choice(dates)
     balance = world.balance(i, date)
     if balance <= 0 or balance == invoice.cents:
@@ -195,7 +192,7 @@ def _open_balance(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -
     if guarded and any(balance == v.cents for v in world.invoices):
         return None
     ask = _reference(rng, world, i)
-    return ask and ({**ask, "date": date.isoformat()}, balance)
+    return ({**ask, "date": date.isoformat()}, balance) if ask else None
 
 
 def _payment_invoice(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Drawn:
@@ -204,23 +201,23 @@ def _payment_invoice(rng: Random, world: InvoiceWorld, guarded: bool, want: bool
     if rng.random() < 0.22:
         clue = _payment_clue(world, payment)
         ask = clue and {"by": "payment", **clue}
-    return ask and (ask, world.invoices[payment.invoice].invoice)
+    return (ask, world.invoices[payment.invoice].invoice) if ask else None
 
 
 def _paid_by(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Drawn:
-    ends = world.calendar.month_ends()
+    ends = world.calendar.month_ends
     scopes = []
     for i, invoice in enumerate(world.invoices):
         paid = world.paid_on(i)
         if want:
             scopes += [(i, d) for d in ends if paid and d >= paid][:2]
-        elif world.events(i):
+        elif world.events[i]:
             scopes += [(i, d) for d in ends if d >= invoice.date and not (paid and d >= paid)][-2:]
     if not scopes:
         return None
     i, date = rng.choice(scopes)
     ask = _reference(rng, world, i)
-    return ask and ({**ask, "date": date.isoformat()}, want)
+    return ({**ask, "date": date.isoformat()}, want) if ask else None
 
 
 def _paid_on(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Drawn:
@@ -229,7 +226,7 @@ def _paid_on(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Dra
     if paid is None:
         return None
     ask = _reference(rng, world, i)
-    return ask and (ask, paid)
+    return (ask, paid) if ask else None
 
 
 def _duplicate_row(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Drawn:
@@ -246,25 +243,23 @@ def _duplicate_row(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) 
 def _category_spend(rng: Random, world: SpendWorld, guarded: bool, want: bool) -> Drawn:
     category = rng.choice(sorted(set(world.categories.values())))
     first, last = _period(rng, world.calendar.months)
-    by_category = lambda e: world.categories[e.vendor]  # noqa: E731
-    net = _total(world.net_by(by_category), category, first, last)
-    gross = world.gross_by(by_category)
-    if net <= 0 or guarded and not _not_given_away(
-        net, gross, _total(gross, category, first, last)
-    ):
+    net = _total(world.net("category"), category, first, last)
+    gross = world.gross("category")
+    whole = _total(gross, category, first, last)
+    if net <= 0 or guarded and not _not_given_away(net, gross, whole):
         return None
     return {"category": category, "first": first, "last": last}, net
 
 
 def _top_vendor(rng: Random, world: SpendWorld, guarded: bool, want: bool) -> Drawn:
-    first, last = rng.choice(world.calendar.quarters())
-    top = _single_top(_sums(world.net_by(lambda e: e.vendor), first, last))
-    return top and ({"first": first, "last": last}, top)
+    first, last = rng.choice(world.calendar.quarters)
+    top = _single_top(_sums(world.net("vendor"), first, last))
+    return ({"first": first, "last": last}, top) if top else None
 
 
 def _over_budget(rng: Random, world: SpendWorld, guarded: bool, want: bool) -> Drawn:
-    net = world.net_by(lambda e: e.department)
-    quarters = dict(world.calendar.quarters())
+    net = world.net("department")
+    quarters = dict(world.calendar.quarters)
     scopes = [
         (department, first)
         for (department, first), budget in world.budgets.items()
@@ -277,12 +272,10 @@ def _over_budget(rng: Random, world: SpendWorld, guarded: bool, want: bool) -> D
 
 
 def _reversed_row(rng: Random, world: SpendWorld, guarded: bool, want: bool) -> Drawn:
-    reversed_entries = Counter(
-        {a.target: world.entries[a.target].cents for a in world.adjustments if a.reason == "Reversal"}
-    )
-    if len(reversed_entries) < 2:
+    back = [a.target for a in world.adjustments if a.reason == "Reversal"]
+    if len(back) < 2:
         return None
-    top = _single_top(reversed_entries)
+    top = _single_top(Counter({i: world.entries[i].cents for i in back}))
     return None if top is None else ({}, ("Ledger", top))
 
 
@@ -292,7 +285,8 @@ KINDS: dict[str, Kind] = {
         Kind("region_net", "revenue", "cents", (
             "I am tightening our investor memo. What net recognized revenue did {region} land "
             "across {first} to {last}, in cents?",
-            "For the board pack: net recognized revenue of {region} from {first} to {last}, in cents?",
+            "For the board pack: net recognized revenue of {region} from {first} to {last}, in "
+            "cents?",
             "Fundraise model check. How many cents of net recognized revenue came from {region} "
             "between {first} and {last}?",
         ), _region_net),
@@ -325,7 +319,8 @@ KINDS: dict[str, Kind] = {
             "Give the month.",
         ), _first_month),
         Kind("open_balance", "reconciliation", "cents", (
-            "Collections follow up: what was the open balance of {invoice_text} on {date}, in cents?",
+            "Collections follow up: what was the open balance of {invoice_text} on {date}, in "
+            "cents?",
             "How many cents were still open on {invoice_text} as of {date}?",
             "Audit request. State the open balance in cents at {date} for {invoice_text}.",
         ), _open_balance),

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs.fast_ask import answers, sheets
-from envs.fast_ask.questions import KINDS, word
+from envs.fast_ask.questions import KINDS, Drawn, word
 from envs.fast_ask.vocab import SCALES, Scale
 from envs.fast_ask.world import InvoiceWorld, RevenueWorld, SpendWorld, World
 from envs.workbook import Workbook
@@ -56,9 +56,18 @@ def _check(value: str, known: tuple[str, ...] | dict, what: str) -> None:
         raise ValueError(f"unknown {what} {value!r}; one of: {', '.join(known)}")
 
 
-@functools.lru_cache(maxsize=16)
-def _parts(scale: str, kind: str, difficulty: str, seed: int, attempt: int):
+class _Parts(NamedTuple):
     """The world of one attempt with its question; shared by the task and its workbook."""
+
+    world: World
+    tops: dict[str, int]
+    drawn: Drawn
+    wording: int
+    key: str
+
+
+@functools.lru_cache(maxsize=16)
+def _parts(scale: str, kind: str, difficulty: str, seed: int, attempt: int) -> _Parts:
     key = f"{scale}/{kind}/{difficulty}/{seed}/{attempt}"
     rng = Random(key)
     world = _draw_world(rng, kind, SCALES[scale])
@@ -67,7 +76,7 @@ def _parts(scale: str, kind: str, difficulty: str, seed: int, attempt: int):
     drawn = None
     for _ in range(6):
         drawn = drawn or KINDS[kind].draw(rng, world, difficulty != "easy", bool(seed & 1))
-    return world, tops, drawn, rng.randrange(3), key
+    return _Parts(world, tops, drawn, rng.randrange(3), key)
 
 
 def make_task(seed: int, type: str, difficulty: str = "easy", scale: str = "tiny") -> Task:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
-from typing import Any
 
 from envs.core import ToolCall, ToolSpec
 from envs.workbook import Area, RangeError, Sheet, Workbook, parse_area
@@ -90,6 +89,7 @@ class Toolbox:
         self.malformed = 0
         self._python = python
         self._bind = bind
+        self._areas: dict[str, Area | None] = {}
 
     def call(self, call: ToolCall) -> str:
         """The tool's answer, or an `error: ...` text."""
@@ -120,10 +120,16 @@ class Toolbox:
         self.malformed += 1
         return f"error: {text}"
 
+    def _used(self, sheet: Sheet) -> Area | None:
+        """The sheet's used range; books do not change during an episode."""
+        if sheet.name not in self._areas:
+            self._areas[sheet.name] = sheet.used()
+        return self._areas[sheet.name]
+
     def metadata(self) -> str:
         lines = []
         for sheet in self.book.sheets:
-            used = sheet.used()
+            used = self._used(sheet)
             color = f" #{sheet.tab_color}" if sheet.tab_color else ""
             lines.append(f"{_quoted(sheet.name)}!{used}{color}" if used else f"{sheet.name} empty")
         return "\n".join(lines)
@@ -161,7 +167,7 @@ class Toolbox:
             known = ", ".join(self.book.names())
             raise RangeError(f"no sheet named {name!r}; sheets: {known[:300]}")
         if area is None or is_open:
-            used = sheet.used()
+            used = self._used(sheet)
             if used is None:
                 return sheet, None
             area = used if area is None else area.clip(used)

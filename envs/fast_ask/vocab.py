@@ -43,7 +43,10 @@ STATUSES = ("Settled", "Pending")
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one scale: (low, high) ranges are inclusive counts of rows."""
+    """Sizes of one scale: (low, high) ranges are inclusive counts of rows.
+
+    idle_columns: source sheets have further columns that no question needs.
+    """
 
     name: str
     months: int
@@ -57,16 +60,18 @@ class Scale:
     ledger: tuple[int, int]
     vendors: int
     departments: int
+    decoys: int
     decoy_rows: tuple[int, int]
+    idle_columns: bool
     first_id: int
 
 
 SCALES = {
     "tiny": Scale(
-        "tiny", 6, (8, 12), 2, 5, 3, (10, 16), 2, (8, 11), (12, 20), 6, 3, (8, 12), 101
+        "tiny", 6, (8, 12), 2, 5, 3, (10, 16), 2, (8, 11), (12, 20), 6, 3, 2, (8, 12), False, 101
     ),
     "standard": Scale(
         "standard", 12, (420, 520), 3, 24, 5, (240, 320), 4, (260, 340), (700, 900), 40, 6,
-        (220, 320), 1001,
+        4, (620, 800), True, 1001,
     ),
 }  # fmt: skip

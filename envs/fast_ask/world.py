@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import attrgetter, itemgetter
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envs.fast_ask import vocab
 from envs.fast_ask.vocab import Scale
@@ -25,34 +28,85 @@ from envs.fast_ask.vocab import Scale
 ONE_DAY = dt.timedelta(days=1)
 
 
+@lru_cache(maxsize=4096)
 def month_of(date: dt.date) -> str:
     """2025-03-14 -> "2025-03"."""
     return date.isoformat()[:7]
 
 
 class Calendar:
-    """`count` months from the first day of a quarter between 2022 and 2025."""
+    """`count` months from the first day of quarter `start`, counted from January 2022.
 
-    def __init__(self, rng: Random, count: int) -> None:
-        start = rng.randrange(16)
-        self.first = dt.date(2022 + start // 4, 1 + 3 * (start % 4), 1)
-        names, day = [], self.first
-        for _ in range(count):
-            names.append(month_of(day))
-            day = (day + 31 * ONE_DAY).replace(day=1)
-        self.months: tuple[str, ...] = tuple(names)
-        self.days = (day - self.first).days
+    `day[n]` is the date n days after the first; it goes two months past the end, because
+    shipments and refunds follow their orders.
+    """
 
-    def day(self, offset: int) -> dt.date:
-        return self.first + dt.timedelta(days=offset)
+    def __init__(self, start: int, count: int) -> None:
+        first = dt.date(2022 + start // 4, 1 + 3 * (start % 4), 1)
+        starts = [first]
+        for _ in range(count + 2):
+            starts.append((starts[-1] + 31 * ONE_DAY).replace(day=1))
+        self.months: tuple[str, ...] = tuple(month_of(day) for day in starts[:count])
+        self.days = (starts[count] - first).days
+        total = (starts[count + 2] - first).days
+        self.day: tuple[dt.date, ...] = tuple(first + dt.timedelta(days=n) for n in range(total))
+        self.month_ends: tuple[dt.date, ...] = tuple(s - ONE_DAY for s in starts[1 : count + 1])
+        # (first month, last month) of each whole quarter
+        self.quarters = [(self.months[i], self.months[i + 2]) for i in range(0, count - 2, 3)]
 
-    def quarters(self) -> list[tuple[str, str]]:
-        """(first month, last month) of each whole quarter."""
-        return [(self.months[i], self.months[i + 2]) for i in range(0, len(self.months) - 2, 3)]
+    def span(self, first: str, last: str) -> tuple[str, ...]:
+        """The months from `first` to `last`, both included."""
+        return self.months[self.months.index(first) : self.months.index(last) + 1]
 
-    def month_ends(self) -> list[dt.date]:
-        starts = [dt.date.fromisoformat(m + "-01") for m in self.months]
-        return [(s + 31 * ONE_DAY).replace(day=1) - ONE_DAY for s in starts]
+
+@lru_cache(maxsize=64)
+def _calendar(start: int, count: int) -> Calendar:
+    return Calendar(start, count)
+
+
+def draw_calendar(rng: Random, count: int) -> Calendar:
+    """One that begins between 2022 and 2025."""
+    return _calendar(rng.randrange(16), count)
+
+
+Table = dict[tuple[str, str], int]  # (name, month) -> cents
+
+
+class Monthly:
+    """Sums of dated amounts by a field of their records and by month.
+
+    additions, deductions: (record, month, cents) of what adds to the gross figure, and of what
+    changes it to the net one.
+    """
+
+    additions: list[tuple[Any, str, int]]
+    deductions: list[tuple[Any, str, int]]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, bool], Table]:
+        return {}
+
+    def key(self, by: str) -> Callable[[Any], str]:
+        """Reads field `by` of a record; "" puts all records under one name."""
+        return attrgetter(by) if by else lambda record: ""
+
+    def gross(self, by: str) -> Table:
+        """(field, month) -> cents before deductions.  Shared: not to be changed."""
+        return self._table(by, False)
+
+    def net(self, by: str) -> Table:
+        """(field, month) -> cents after deductions.  Shared: not to be changed."""
+        return self._table(by, True)
+
+    def _table(self, by: str, net: bool) -> Table:
+        table = self._tables.get((by, net))
+        if table is None:
+            key = self.key(by)
+            table = defaultdict(int, self.gross(by)) if net else defaultdict(int)
+            for record, month, cents in self.deductions if net else self.additions:
+                table[key(record), month] += cents
+            self._tables[by, net] = table
+        return table
 
 
 class Order(NamedTuple):
@@ -62,10 +116,7 @@ class Order(NamedTuple):
     date: dt.date
     shipped: dt.date | None
     lines: tuple[tuple[str, int, int], ...]  # sku, quantity, unit price in cents
-
-    @property
-    def cents(self) -> int:
-        return sum(quantity * unit for _, quantity, unit in self.lines)
+    cents: int  # of all lines
 
 
 class Refund(NamedTuple):
@@ -84,7 +135,7 @@ class Contract(NamedTuple):
 
 
 @dataclass
-class RevenueWorld:
+class RevenueWorld(Monthly):
     calendar: Calendar
     customers: list[str]
     regions: list[str]
@@ -96,37 +147,35 @@ class RevenueWorld:
 
     @classmethod
     def draw(cls, rng: Random, scale: Scale) -> RevenueWorld:
-        calendar = Calendar(rng, scale.months)
+        calendar = draw_calendar(rng, scale.months)
         customers = rng.sample(vocab.CUSTOMERS, scale.customers)
         regions = rng.sample(vocab.REGIONS, scale.regions)
-        random, days = rng.random, calendar.days
+        random, days, day = rng.random, calendar.days, calendar.day
+        skus, some_skus = vocab.SKUS, len(vocab.SKUS)
+        some_customers, some_regions = len(customers), len(regions)
         orders, refunds = [], []
         count = rng.randint(*scale.orders)
-        for i, offset in enumerate(sorted(int(random() * days) for _ in range(count))):
-            lines = tuple(
-                (
-                    vocab.SKUS[int(random() * len(vocab.SKUS))],
-                    1 + int(random() * 9),
-                    100 + int(random() * 900),
-                )
-                for _ in range(1 + int(random() * scale.lines_per_order))
-            )
+        for i, offset in enumerate(sorted([int(random() * days) for _ in range(count)])):
+            lines, cents = [], 0
+            for _ in range(1 + int(random() * scale.lines_per_order)):
+                sku = skus[int(random() * some_skus)]
+                quantity, unit = 1 + int(random() * 9), 100 + int(random() * 900)
+                lines.append((sku, quantity, unit))
+                cents += quantity * unit
             late = offset + int(random() * 25)
-            shipped = calendar.day(late) if random() < 0.85 else None
+            shipped = day[late] if random() < 0.85 else None
+            customer = customers[int(random() * some_customers)]
+            region = regions[int(random() * some_regions)]
             orders.append(
                 Order(
-                    f"O{scale.first_id + i}",
-                    customers[int(random() * len(customers))],
-                    regions[int(random() * len(regions))],
-                    calendar.day(offset),
-                    shipped,
-                    lines,
-                )
+                    f"O{scale.first_id + i}", customer, region, day[offset], shipped,
+                    tuple(lines), cents,
+                )  # fmt: skip
             )
             if shipped and random() < 0.35:
-                refund = max(1, int(orders[-1].cents * (0.05 + 0.6 * random())))
-                refunds.append(Refund(i, calendar.day(late + int(random() * 30)), refund))
-        refunds.sort(key=lambda r: r.date)
+                refund = max(1, int(cents * (0.05 + 0.6 * random())))
+                refunds.append(Refund(i, day[late + int(random() * 30)], refund))
+        refunds.sort(key=itemgetter(1))
         currencies = vocab.CURRENCIES[: scale.currencies]
         rates = {
             (month, currency): 100 if currency == "USD" else 80 + int(random() * 60)
@@ -145,31 +194,29 @@ class RevenueWorld:
             for i in range(rng.randint(*scale.contracts))
         ]
         world = cls(calendar, customers, regions, orders, refunds, contracts, rates, {})
-        by_region = world.net_by(lambda order: order.region)
+        by_region = world.net("region")
         for region in regions:
             for month in calendar.months:
                 near = max(by_region.get((region, month), 0), 1000)
                 world.targets[region, month] = 10 * max(1, int(near * (0.6 + 0.8 * random())) // 10)
         return world
 
-    def net_by(self, key) -> dict[tuple[str, str], int]:
-        """(key(order), month) -> net recognized cents."""
-        net: dict[tuple[str, str], int] = defaultdict(int)
-        for order in self.orders:
-            if order.shipped:
-                net[key(order), month_of(order.shipped)] += order.cents
-        for refund in self.refunds:
-            net[key(self.orders[refund.order]), month_of(refund.date)] -= refund.cents
-        return net
+    @cached_property
+    def additions(self) -> list[tuple[Order, str, int]]:  # type: ignore[override]
+        return [(o, month_of(o.shipped), o.cents) for o in self.orders if o.shipped]
 
-    def gross_by(self, key) -> dict[tuple[str, str], int]:
-        gross: dict[tuple[str, str], int] = defaultdict(int)
-        for order in self.orders:
-            if order.shipped:
-                gross[key(order), month_of(order.shipped)] += order.cents
-        return gross
+    @cached_property
+    def deductions(self) -> list[tuple[Order, str, int]]:  # type: ignore[override]
+        return [(self.orders[r.order], month_of(r.date), -r.cents) for r in self.refunds]
 
-    def usd_by_tier(self) -> dict[tuple[str, str], int]:
+    def local_by_tier(self) -> Table:
+        """(tier, month) -> recognized cents, currencies added as if they were one."""
+        local: dict[tuple[str, str], int] = defaultdict(int)
+        for c in self.contracts:
+            local[c.tier, c.month] += c.cents
+        return local
+
+    def usd_by_tier(self) -> Table:
         """(tier, month) -> recognized US cents."""
         usd: dict[tuple[str, str], int] = defaultdict(int)
         for c in self.contracts:
@@ -214,88 +261,81 @@ class InvoiceWorld:
     @classmethod
     def draw(cls, rng: Random, scale: Scale, duplicate: bool) -> InvoiceWorld:
         """With `duplicate`, exactly one payment stands twice; otherwise none does."""
-        calendar = Calendar(rng, scale.months)
+        calendar = draw_calendar(rng, scale.months)
         customers = rng.sample(vocab.CUSTOMERS, scale.customers)
         random = rng.random
         count = rng.randint(*scale.invoices)
         numbers = rng.sample(range(10 * count if scale.first_id > 999 else 900), count)
         base = scale.first_id if scale.first_id > 999 else 100
         invoices, payments, adjustments = [], [], []
-        last = calendar.days - 1
+        last, day = calendar.days - 1, calendar.day
+        some = len(customers)
         for i, number in enumerate(sorted(numbers)):
             start = int(random() * last * 0.6)
             cents = 10 * (50 + int(random() * 900))
-            invoices.append(
-                Invoice(
-                    f"INV-{base + number}",
-                    customers[int(random() * len(customers))],
-                    calendar.day(start),
-                    calendar.day(start + (15, 30, 45)[int(random() * 3)]),
-                    cents,
-                )
-            )
+            customer = customers[int(random() * some)]
+            due = day[start + (15, 30, 45)[int(random() * 3)]]
+            invoices.append(Invoice(f"INV-{base + number}", customer, day[start], due, cents))
             # Half of the invoices get paid in full, most others in part.
             events = 1 + int(random() * 2.2)
             days = sorted(rng.sample(range(start + 1, last + 1), min(events, last - start)))
             left, full = cents, random() < 0.55
-            for k, day in enumerate(days):
+            for k, offset in enumerate(days):
                 final = k == len(days) - 1
                 part = left if final and full else max(1, int(left * (0.2 + 0.5 * random())))
                 left -= part
                 if k and random() < 0.4:
                     reason = vocab.REASONS[int(random() * len(vocab.REASONS))]
-                    adjustments.append(Adjustment("", i, calendar.day(day), reason, part))
+                    adjustments.append((i, day[offset], reason, part))
                 else:
-                    payments.append(_payment(random, i, calendar.day(day), part))
+                    method = vocab.METHODS[int(random() * 4)]
+                    source = vocab.SOURCES[int(random() * 4)]
+                    status = vocab.STATUSES[int(random() < 0.15)]
+                    payments.append((i, day[offset], method, source, part, status))
         if duplicate:
-            settled = [p for p in payments if p.status == "Settled"]
+            settled = [p for p in payments if p[5] == "Settled"]
             payments.append(settled[int(random() * len(settled))])
-        payments.sort(key=lambda p: p.date)
-        adjustments.sort(key=lambda a: a.date)
+        payments.sort(key=itemgetter(1))
+        adjustments.sort(key=itemgetter(1))
         refs = rng.sample(range(100, 1000 if len(payments) < 800 else 10_000), len(payments))
         same: dict[tuple, str] = {}
-        for i, p in enumerate(payments):
-            ref = same.setdefault(p[2:], f"R{refs[i]}")
-            payments[i] = p._replace(payment=f"P{scale.first_id + i}", ref=ref)
-        adjustments = [
-            a._replace(adjustment=f"A{scale.first_id + i}") for i, a in enumerate(adjustments)
-        ]
-        return cls(calendar, invoices, payments, adjustments)
+        return cls(
+            calendar,
+            invoices,
+            [
+                Payment(f"P{scale.first_id + i}", same.setdefault(p, f"R{refs[i]}"), *p)
+                for i, p in enumerate(payments)
+            ],
+            [Adjustment(f"A{scale.first_id + i}", *a) for i, a in enumerate(adjustments)],
+        )
 
-    def events(self, invoice: int) -> list[tuple[dt.date, int]]:
-        """(date, cents) of what reduces the invoice's balance, by date."""
-        found = [
-            (p.date, p.cents)
-            for p in self.payments
-            if p.invoice == invoice and p.status == "Settled"
-        ]
-        found += [(a.date, a.cents) for a in self.adjustments if a.target == invoice]
-        return sorted(found)
+    @cached_property
+    def events(self) -> list[list[tuple[dt.date, int]]]:
+        """Per invoice: (date, cents) of what reduces its balance, by date."""
+        events: list[list[tuple[dt.date, int]]] = [[] for _ in self.invoices]
+        for p in self.payments:
+            if p.status == "Settled":
+                events[p.invoice].append((p.date, p.cents))
+        for a in self.adjustments:
+            events[a.target].append((a.date, a.cents))
+        for found in events:
+            found.sort()
+        return events
 
     def balance(self, invoice: int, date: dt.date) -> int:
-        paid = sum(cents for day, cents in self.events(invoice) if day <= date)
-        return self.invoices[invoice].cents - paid
+        left = self.invoices[invoice].cents
+        for day, cents in self.events[invoice]:
+            if day <= date:
+                left -= cents
+        return left
 
     def paid_on(self, invoice: int) -> dt.date | None:
         left = self.invoices[invoice].cents
-        for day, cents in self.events(invoice):
+        for day, cents in self.events[invoice]:
             left -= cents
             if left <= 0:
                 return day
         return None
-
-
-def _payment(random, invoice: int, date: dt.date, cents: int) -> Payment:
-    return Payment(
-        "",
-        "",
-        invoice,
-        date,
-        vocab.METHODS[int(random() * 4)],
-        vocab.SOURCES[int(random() * 4)],
-        cents,
-        vocab.STATUSES[int(random() < 0.15)],
-    )
 
 
 class Entry(NamedTuple):
@@ -308,7 +348,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class SpendWorld:
+class SpendWorld(Monthly):
     calendar: Calendar
     categories: dict[str, str]  # vendor -> category
     entries: list[Entry]  # in sheet order
@@ -317,7 +357,7 @@ class SpendWorld:
 
     @classmethod
     def draw(cls, rng: Random, scale: Scale) -> SpendWorld:
-        calendar = Calendar(rng, scale.months)
+        calendar = draw_calendar(rng, scale.months)
         random = rng.random
         vendors = rng.sample(vocab.VENDORS, scale.vendors)
         names = vocab.CATEGORIES[: 3 if scale.vendors < 10 else 6]
@@ -329,7 +369,7 @@ class SpendWorld:
         entries = [
             Entry(
                 f"E{scale.first_id + i}",
-                calendar.day(offset),
+                calendar.day[offset],
                 vendors[int(random() * len(vendors))],
                 departments[int(random() * len(departments))],
                 vocab.ENTRY_SOURCES[int(random() * 4)],
@@ -343,41 +383,37 @@ class SpendWorld:
         for i, entry in enumerate(entries):
             draw = random()
             if draw < 0.3:
-                day = entry.date + dt.timedelta(days=int(random() * 30))
+                day = entry.date + int(random() * 30) * ONE_DAY
                 if draw < 0.14:
                     reason, cents = "Reversal", entry.cents
                 else:
                     reason = vocab.SPEND_REASONS[int(random() * 3)]
                     cents = max(1, int(entry.cents * (0.05 + 0.5 * random())))
-                adjustments.append(Adjustment("", i, day, reason, -cents))
-        adjustments.sort(key=lambda a: a.date)
-        adjustments = [
-            a._replace(adjustment=f"A{scale.first_id + i}") for i, a in enumerate(adjustments)
-        ]
-        world = cls(calendar, categories, entries, adjustments, {})
-        net = world.net_by(lambda e: e.department)
+                adjustments.append((i, day, reason, -cents))
+        adjustments.sort(key=itemgetter(1))
+        numbered = [Adjustment(f"A{scale.first_id + i}", *a) for i, a in enumerate(adjustments)]
+        world = cls(calendar, categories, entries, numbered, {})
+        net = world.net("department")
         for department in departments:
-            for first, last in calendar.quarters():
-                spent = sum(c for (d, m), c in net.items() if d == department and first <= m <= last)
+            for first, last in calendar.quarters:
+                spent = sum(net.get((department, month), 0) for month in calendar.span(first, last))
                 near = max(spent, 1000)
                 budget = 10 * max(1, int(near * (0.6 + 0.8 * random())) // 10)
                 world.budgets[department, first] = budget
         return world
 
-    def net_by(self, key) -> dict[tuple[str, str], int]:
-        """(key(entry), month) -> net cents; an adjustment counts in its own month."""
-        net: dict[tuple[str, str], int] = defaultdict(int)
-        for entry in self.entries:
-            net[key(entry), month_of(entry.date)] += entry.cents
-        for a in self.adjustments:
-            net[key(self.entries[a.target]), month_of(a.date)] += a.cents
-        return net
+    @cached_property
+    def additions(self) -> list[tuple[Entry, str, int]]:  # type: ignore[override]
+        return [(e, month_of(e.date), e.cents) for e in self.entries]
 
-    def gross_by(self, key) -> dict[tuple[str, str], int]:
-        gross: dict[tuple[str, str], int] = defaultdict(int)
-        for entry in self.entries:
-            gross[key(entry), month_of(entry.date)] += entry.cents
-        return gross
+    @cached_property
+    def deductions(self) -> list[tuple[Entry, str, int]]:  # type: ignore[override]
+        """Adjustments count in their own month."""
+        return [(self.entries[a.target], month_of(a.date), a.cents) for a in self.adjustments]
+
+    def key(self, by: str) -> Callable[[Entry], str]:
+        """As `Monthly.key`; "category" is that of the entry's vendor."""
+        return (lambda e: self.categories[e.vendor]) if by == "category" else super().key(by)
 
 
 World = RevenueWorld | InvoiceWorld | SpendWorld

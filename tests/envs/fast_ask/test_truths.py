@@ -186,7 +186,8 @@ def recompute(kind: str, question: str, book: Workbook) -> str:
     if kind == "region_target":
         when = only(months_in(question))
         region = named(question, vocab.REGIONS)
-        net = sum(c for o, _, c in within(revenue_events(book), when, when) if o["region"] == region)
+        events = within(revenue_events(book), when, when)
+        net = sum(cents for order, _, cents in events if order["region"] == region)
         target = only(
             t["target_cents"]
             for t in Records(book, "Targets")
