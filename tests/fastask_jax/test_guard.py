@@ -9,11 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def start(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `code` with `path` in front of everything else on sys.path, from outside the tree."""
+def start(code: str, *path: Path, bare: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs `code` with `path` in front of everything else on sys.path, from outside the tree.
+
+    bare: without site-packages, where this project itself may be installed."""
     setup = f"import sys; sys.path[:0] = {[str(p) for p in path]!r}; "
     return subprocess.run(
-        [sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=path[0]
+        [sys.executable, *(["-S"] if bare else []), "-c", setup + code],
+        capture_output=True,
+        text=True,
+        cwd=path[0],
     )
 
 
@@ -54,7 +59,7 @@ def test_a_bare_folder_of_that_name_is_found(tmp_path) -> None:
     alone.mkdir()
     (alone / "fastask_jax").symlink_to(ROOT / "fastask_jax")
     (alone / "kernels").mkdir()
-    done = start("import fastask_jax", alone)
+    done = start("import fastask_jax", alone, bare=True)
     assert done.returncode == 1
     assert str(alone / "kernels") in last_line(done)
     assert "another package named `kernels`" in last_line(done)
