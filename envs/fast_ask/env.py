@@ -8,6 +8,7 @@ a zygote that was started before any task existed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,8 @@ class FastAskEnv:
         self._task: Task | None = None
 
     def reset(self, task: Task) -> list[Message]:
-        return self._start(build_workbook(task), task.question, task.seed, task)
+        # The seed's low bits tell the split and a yes or no: the session doesn't get them.
+        return self._start(build_workbook(task), task.question, task.seed >> 2, task)
 
     def ask(self, book: Workbook, question: str) -> list[Message]:
         """Starts an episode on any workbook; its score knows no truth and stays 0."""
@@ -122,8 +124,9 @@ class FastAskEnv:
         self.turns += 1
         if not reply.tool_calls:
             self.final = reply
-            said = answers.last_answer(reply.content) is not None
-            return self._end("answered" if said else "no_answer")
+            if answers.last_answer(reply.content) is not None:
+                return self._end("answered")
+            return self._end("length" if reply.stop_reason == "length" else "no_answer")
         messages = []
         for i, call in enumerate(reply.tool_calls):
             self.tool_calls += 1
@@ -182,7 +185,7 @@ class FastAskEnv:
             self._session = None
 
 
-def make_env(settings: tuple[FastAskConfig, SandboxConfig]):
+def make_env(settings: tuple[FastAskConfig, SandboxConfig]) -> Callable[[Any], FastAskEnv]:
     """Factory for `EnvPool`: one sandbox for all episodes of a worker."""
     config, sandbox_config = settings
     sandbox = Sandbox(sandbox_config)
