@@ -5,15 +5,16 @@
         session.bind("Orders", 1, 1, rows)
         result = session.run("print(sum(row.Amount for row in Orders))")
 
-`host` is the caller's side, `zygote` and `child` the other one, `layers` and `seccomp` the
-walls, `prelude` what code sees of the cells, `wire` what crosses.  CPython itself is no
-boundary: what holds is the kernel's part.  On a host without the mandatory walls there is no
-session (SandboxUnavailable), unless a person opts out for their own machine.
+`host` and `session` are the caller's side, `zygote` and `child` the other one, `layers` and
+`seccomp` the walls, `prelude` what code sees of the cells, `wire` what crosses.  CPython
+itself is no boundary: what holds is the kernel's part.  On a host without the mandatory walls
+there is no session (SandboxUnavailable), unless a person opts out for their own machine.
 """
 
 from .config import Layer, Result, SandboxBusy, SandboxConfig, SandboxUnavailable
 from .doctor import available, probe_layers
-from .host import Sandbox, Session
+from .host import Sandbox
+from .session import Session
 
 __all__ = [
     "Layer",

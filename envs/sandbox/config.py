@@ -28,6 +28,8 @@ class SandboxConfig:
     output_chars: what a call may print before the rest is cut.
     code_chars: the longest code that a call accepts.
     max_live: sessions that may hold a live process at one time.
+    spares: processes kept ready behind their walls, so that a new session need not wait for
+        a fork; 0 forks on request.
     allow_unsafe_python: go on where a mandatory wall is missing.  For a person's own machine
         only, never in training: session code may then read and change whatever that person
         can.
@@ -41,6 +43,7 @@ class SandboxConfig:
     output_chars: int = 10_000
     code_chars: int = 100_000
     max_live: int = 256
+    spares: int = 2
     allow_unsafe_python: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class SandboxConfig:
             raise ValueError(f"start_seconds must not be negative, got {self.start_seconds}")
         if self.memory_mb < 128:
             raise ValueError(f"memory_mb must be at least 128, got {self.memory_mb}")
+        if not 0 <= self.spares <= 16:
+            raise ValueError(f"spares must lie between 0 and 16, got {self.spares}")
         for name in ("cpu_seconds", "output_chars", "code_chars", "max_live"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

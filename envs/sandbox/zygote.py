@@ -2,9 +2,10 @@
 
 The host starts it by exec, never by fork, so it holds nothing of the host: no task, no
 answer, no environment.  It loads the modules that sessions may use, freezes the collector's
-view of them, probes the host's walls, says hello, and then only forks, kills and reaps.  It
-runs no session code and sees none: each child talks to the host over its own socket, whose
-other end the host passes in with the request.
+view of them, probes the host's walls, says hello, and then only forks, kills and reaps.  A
+few children are forked ahead of demand and wait behind their walls.  The zygote runs no
+session code and sees none: each child talks to the host over its own socket, whose other end
+is passed to the host.
 
 Requests and answers are single JSON datagrams.  It ends when the host closes the channel or
 is no longer its parent, and its children end with it.
@@ -57,7 +58,7 @@ ZONES = [
 ]
 # fmt: on
 _MAX_DATAGRAM = 1 << 16
-_FILES = 64  # the zygote holds fewer than ten, numbered from 0
+_FILES = 64  # more than the zygote and its spares hold, numbered from 0
 
 
 class Zygote:
@@ -70,8 +71,10 @@ class Zygote:
         self._host, self._settings = host, settings
         self._walls = Walls(settings["memory_mb"], settings["cpu_seconds"])
         self._zones = _load()
-        # key -> [pid or 0, exit code or None, the host is done with it]
+        # key -> [pid, exit code or None, the host is done with it]
         self._children: dict[int, list[Any]] = {}
+        # Ready and not yet handed out: (pid, the host's end of its socket).
+        self._spares: list[tuple[int, _socket.socket]] = []
 
     def run(self) -> None:
         os.environ.clear()  # only Python's own start needed the hash seed in it
@@ -87,21 +90,28 @@ class Zygote:
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while os.getppid() == self._host:
-            for number, _ in poll.poll(1000):
+            missing = len(self._spares) < self._settings["spares"]
+            events = poll.poll(0 if missing else 1000)
+            if missing and not events:  # requests first
+                self._make_spare()
+            for number, _ in events:
                 if number == self._wake:
                     os.read(self._wake, 4096)
                 elif not self._serve():
                     return
             self._reap()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        self._channel.send(json.dumps(message).encode())
+    def _send(self, message: dict[str, Any], channel: _socket.socket | None = None) -> None:
+        ancillary = []
+        if channel is not None:
+            numbers = array.array("i", [channel.fileno()])
+            ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)]
+        self._channel.sendmsg([json.dumps(message).encode()], ancillary)
 
     def _serve(self) -> bool:
         """Handle one request; False when the host has gone."""
-        space = _socket.CMSG_SPACE(array.array("i", [0]).itemsize)
         try:
-            data, ancillary, _, _ = self._channel.recvmsg(_MAX_DATAGRAM, space)
+            data = self._channel.recv(_MAX_DATAGRAM)
         except ConnectionError:
             return False
         if not data:
@@ -109,31 +119,50 @@ class Zygote:
         request = json.loads(data)
         key = request["key"]
         if request["do"] == "spawn":
-            (received,) = array.array("i", ancillary[0][2])
-            self._spawn(key, received, request["seed"])
-            os.close(received)
+            self._hand_out(key)
         elif request["do"] == "pid":
             self._send({"key": key, "pid": self._children[key][0]})
         elif request["do"] == "end":
             self._end(key, request["wait"])
         return True
 
-    def _spawn(self, key: int, channel: int, seed: int) -> None:
+    def _hand_out(self, key: int) -> None:
+        try:
+            self._reap_spares()
+            pid, channel = self._spares.pop(0) if self._spares else self._fork()
+        except OSError as error:
+            self._send({"key": key, "error": f"fork: {error.strerror}"})
+            return
+        self._children[key] = [pid, None, False]
+        self._send({"key": key}, channel)
+        channel.close()
+
+    def _make_spare(self) -> None:
+        try:
+            self._spares.append(self._fork())
+        except OSError:  # the host hears of it when it asks and a fork fails again
+            time.sleep(0.01)
+
+    def _fork(self) -> tuple[int, _socket.socket]:
+        """A new child behind its walls: (pid, the host's end of its socket)."""
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             pid = os.fork()
-        except OSError as error:
-            self._children[key] = [0, f"fork: {error.strerror}", False]
-            return
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             try:
-                self._become_child(channel, seed)
+                self._become_child(theirs.fileno())
             except Exception as error:  # ours, not the code's; believed before the first call
                 os.write(child.CHANNEL, child.wire.pack({"fatal": repr(error)}))
             finally:
                 os._exit(70)
-        self._children[key] = [pid, None, False]
+        theirs.close()
+        return pid, ours
 
-    def _become_child(self, channel: int, seed: int) -> None:
+    def _become_child(self, channel: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -142,10 +171,11 @@ class Zygote:
         os.dup2(channel, child.CHANNEL)
         os.closerange(child.CHANNEL + 1, _FILES)
         self._children.clear()
+        self._spares.clear()
         self._walls.apply()
         for name in _HIDDEN:
             sys.modules.pop(name, None)
-        child.serve(self._settings, seed, self._walls.forbidden_acts)
+        child.serve(self._settings, self._walls.forbidden_acts)
         os._exit(0)
 
     def _end(self, key: int, wait: bool) -> None:
@@ -156,7 +186,7 @@ class Zygote:
                 self._send({"key": key, "ended": None})
             return
         entry[2] = True
-        if entry[0] and entry[1] is None:
+        if entry[1] is None:
             os.kill(entry[0], signal.SIGKILL)
             if wait:
                 entry[1] = os.waitstatus_to_exitcode(os.waitpid(entry[0], 0)[1])
@@ -166,6 +196,7 @@ class Zygote:
             del self._children[key]
 
     def _reap(self) -> None:
+        self._reap_spares()
         for key, entry in list(self._children.items()):
             if entry[1] is None:
                 pid, status = os.waitpid(entry[0], os.WNOHANG)
@@ -173,6 +204,9 @@ class Zygote:
                     entry[1] = os.waitstatus_to_exitcode(status)
             if entry[2] and entry[1] is not None:
                 del self._children[key]
+
+    def _reap_spares(self) -> None:
+        self._spares = [s for s in self._spares if not os.waitpid(s[0], os.WNOHANG)[0]]
 
 
 def _ignore(signum: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from envs.sandbox import Result, Sandbox, SandboxBusy, SandboxConfig, SandboxUnavailable
-from envs.sandbox.host import NO_OUTPUT
+from envs.sandbox.session import NO_OUTPUT
 from envs.workbook import CellError
 
 ROOT = Path(__file__).parents[3]
@@ -174,7 +174,8 @@ def test_bad_calls(sandbox):
     "fields",
     [
         {"soft_seconds": 0}, {"soft_seconds": 5, "hard_seconds": 5}, {"memory_mb": 10},
-        {"cpu_seconds": 0}, {"output_chars": 0}, {"max_live": 0}, {"start_seconds": -1},
+        {"spares": -1}, {"cpu_seconds": 0}, {"output_chars": 0}, {"max_live": 0},
+        {"start_seconds": -1},
     ],
 )  # fmt: skip
 def test_config_is_checked(fields):
@@ -192,9 +193,8 @@ def test_children_end_with_their_session_and_leave_no_zombie(sandbox):
     stuck = sandbox.session()
     stuck.run("import os\nos._exit(1)")
     eventually(lambda: not any(map(exists, pids)))
-    children = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
-    zombies = [pid for pid in children if not exists(int(pid))]
-    assert not zombies
+    stuck.close()
+    eventually(lambda: all(map(exists, children_of(sandbox.pid))))
     assert len(set(pids)) == 20
 
 
@@ -236,6 +236,33 @@ def test_zygote_death_in_mid_call_is_not_the_codes_fault():
         result = session.run("import time\ntime.sleep(1)\nprint('done')")
         killer.join()
         assert (result.output, result.error, result.state_lost) == ("done\n", None, False)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_dead_spares_are_replaced_and_no_call_is_blamed():
+    with Sandbox(SandboxConfig(spares=3)) as own:
+        eventually(lambda: len(children_of(own.pid)) >= 3)
+        for spare in children_of(own.pid):
+            os.kill(spare, signal.SIGKILL)
+        sessions = [own.session() for _ in range(5)]
+        assert [s.run("print(1)") for s in sessions] == [Result("1\n")] * 5
+        assert own.live == 5
+        eventually(lambda: len(children_of(own.pid)) == 8)
+    with Sandbox(SandboxConfig(spares=0)) as own, own.session() as session:
+        assert session.run("print(1)") == Result("1\n")
+        assert children_of(own.pid) == [session.pid]
+
+
+def test_a_zygote_that_hangs_is_replaced(monkeypatch):
+    monkeypatch.setattr("envs.sandbox.host._CONTROL_SECONDS", 0.5)
+    with Sandbox() as own, own.session() as session:
+        first = own.pid
+        os.kill(first, signal.SIGSTOP)
+        assert session.run("print(1)") == Result("1\n")
+        assert own.pid != first and not exists(first)
 
 
 def test_a_stopped_child_is_killed_and_replaced(sandbox, session):
