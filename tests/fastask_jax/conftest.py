@@ -105,7 +105,7 @@ class EchoEnv:
         if reply.stop_reason == "length" and not self.stubborn:
             return Step((), True, "length")
         sign = zlib.crc32(reply.content.encode("utf-8", "replace"))
-        return Step((Message("tool", f"{sign} " * (1 + sign % 9)),), False)
+        return Step((Message("tool", f"{sign % 1000} " * (1 + sign % 5)),), False)
 
     def score(self):
         total = sum(zlib.crc32(r.content.encode("utf-8", "replace")) for r in self.replies)

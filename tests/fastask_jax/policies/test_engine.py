@@ -6,7 +6,7 @@ from fastask_jax.policies.engine import EnginePolicy
 from fastask_jax.rollout.engine import EngineConfig
 from fastask_jax.rollout.scheduler import RolloutConfig
 
-ENGINE = EngineConfig(slots=1, max_len=192, append_rows=1, append_buckets=(32,))
+ENGINE = EngineConfig(slots=1, max_len=256, append_rows=1, append_buckets=(32,))
 CONFIG = RolloutConfig(temperature=1.0, max_turn_tokens=10)
 
 
@@ -36,7 +36,7 @@ def test_turn_by_turn_equals_a_whole_run(policy, echo):
 
 def test_a_full_context_ends_in_a_length_reply(policy, echo):
     policy.start([Message("user", "Hello")], echo.TOOLS)
-    replies = [policy.reply([Message("tool", "12345 " * 8)]) for _ in range(8)]
+    replies = [policy.reply([Message("tool", "12345 " * 8)]) for _ in range(12)]
     assert (replies[-1].content, replies[-1].stop_reason) == ("", "length")
     assert len(policy.trajectory) <= ENGINE.max_len
 

@@ -183,10 +183,10 @@ def test_the_cache_is_donated(engine, params):
 
 def test_misuse_gets_a_clear_error(engine, model, params):
     with pytest.raises(ValueError, match="don't fit slot 0"):
-        engine.append(params, {0: [1] * 300}, fresh=True)
+        engine.append(params, {0: [1] * 400}, fresh=True)
     with pytest.raises(ValueError, match="don't fit slot 0"):
         engine.append(params, {0: []}, fresh=True)
-    engine.append(params, {0: [1] * 250}, fresh=True)
+    engine.append(params, {0: [1] * 378}, fresh=True)
     with pytest.raises(ValueError, match="room for 6 tokens"):
         engine.decode(params, {0: Turn(key(0), 7)}, 1.0)
     with pytest.raises(ValueError, match="don't fit slot 0"):
