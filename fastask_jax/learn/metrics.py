@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,9 @@ from fastask_jax.learn.masked import masked_max, masked_sum
 
 
 class Metric(Protocol):
-    """What every metric can do.  All are pytrees of float32 scalars."""
+    """What every metric can do.  All are pytrees of float32 arrays."""
 
-    @classmethod
-    def empty(cls) -> Self: ...
+    NEUTRAL: ClassVar[float]  # what every leaf holds before anything was seen
 
     def merge(self, other: Self) -> Self: ...
 
@@ -43,6 +42,8 @@ Metrics = dict[str, Metric]
 class Sum:
     """A weighted mean kept as numerator and denominator; merging adds both."""
 
+    NEUTRAL: ClassVar[float] = 0.0
+
     value: Array
     weight: Array
 
@@ -50,10 +51,6 @@ class Sum:
     def of(cls, values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Sum:
         """Mean of `values` over the tokens of `mask`."""
         return cls(masked_sum(values, mask), jnp.sum(mask, dtype=jnp.float32))
-
-    @classmethod
-    def empty(cls) -> Sum:
-        return cls(jnp.zeros(()), jnp.zeros(()))
 
     def merge(self, other: Sum) -> Sum:
         return Sum(self.value + other.value, self.weight + other.weight)
@@ -68,16 +65,14 @@ class Sum:
 class Total:
     """A plain sum, for counts."""
 
+    NEUTRAL: ClassVar[float] = 0.0
+
     value: Array
 
     @classmethod
     def of(cls, mask: Bool[Array, "*shape"]) -> Total:
         """How many are true."""
         return cls(jnp.sum(mask, dtype=jnp.float32))
-
-    @classmethod
-    def empty(cls) -> Total:
-        return cls(jnp.zeros(()))
 
     def merge(self, other: Total) -> Total:
         return Total(self.value + other.value)
@@ -91,15 +86,13 @@ class Total:
 class Max:
     """A maximum; minus infinity when nothing was seen."""
 
+    NEUTRAL: ClassVar[float] = -math.inf
+
     value: Array
 
     @classmethod
     def of(cls, values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Max:
         return cls(masked_max(values, mask).astype(jnp.float32))
-
-    @classmethod
-    def empty(cls) -> Max:
-        return cls(jnp.full((), -jnp.inf))
 
     def merge(self, other: Max) -> Max:
         return Max(jnp.maximum(self.value, other.value))
@@ -120,6 +113,8 @@ class SampleSize:
     weight.  Not a mean of per-micro-batch values, hence its own type.
     """
 
+    NEUTRAL: ClassVar[float] = 0.0
+
     total: Array
     squares: Array
     count: Array
@@ -132,10 +127,6 @@ class SampleSize:
             jnp.sum(mask, dtype=jnp.float32),
         )
 
-    @classmethod
-    def empty(cls) -> SampleSize:
-        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
-
     def merge(self, other: SampleSize) -> SampleSize:
         return SampleSize(
             self.total + other.total, self.squares + other.squares, self.count + other.count
@@ -144,6 +135,27 @@ class SampleSize:
     def result(self) -> float | None:
         spread = float(self.count) * float(self.squares)
         return float(self.total) ** 2 / spread if spread else None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["counts", "tokens"], meta_fields=[])
+@dataclass(frozen=True)
+class Busiest:
+    """Largest share of the tokens that any one place took, e.g. an expert in any layer.
+
+    counts: [...] tokens per place, summed over micro-batches; tokens: all of them.
+    """
+
+    NEUTRAL: ClassVar[float] = 0.0
+
+    counts: Array
+    tokens: Array
+
+    def merge(self, other: Busiest) -> Busiest:
+        return Busiest(self.counts + other.counts, self.tokens + other.tokens)
+
+    def result(self) -> float | None:
+        tokens = float(self.tokens)
+        return float(self.counts.max()) / tokens if tokens else None
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
@@ -155,7 +167,11 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
 
 def empty_like(metrics: Mapping[str, Metric]) -> Metrics:
     """The neutral element of `merge` for metrics of these names and types."""
-    return {name: type(metric).empty() for name, metric in metrics.items()}
+
+    def start(metric: Metric) -> Metric:
+        return jax.tree.map(lambda leaf: jnp.full(leaf.shape, metric.NEUTRAL, leaf.dtype), metric)
+
+    return {name: start(metric) for name, metric in metrics.items()}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -69,11 +69,15 @@ class PackConfig:
     row_lengths: the row lengths (tokens) that may be compiled; a batch takes the shortest one
         that holds its longest trajectory.
     micro_batch_rows: rows per gradient-accumulation step.  The number of rows of a batch is a
-        power of two times this; the train step skips the micro-batches that stay empty.
+        power of two times this.
+    min_rows: a batch has at least this many rows.  Rows that stay empty cost no time, as the
+        train step skips them, so a generous number means that only one shape per row length is
+        ever compiled.
     """
 
     row_lengths: tuple[int, ...] = (512, 1024, 2048)
     micro_batch_rows: int = 8
+    min_rows: int = 256
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row_lengths", tuple(self.row_lengths))
@@ -81,8 +85,9 @@ class PackConfig:
             raise ValueError(f"row_lengths must hold positive lengths, not {self.row_lengths}")
         if list(self.row_lengths) != sorted(set(self.row_lengths)):
             raise ValueError(f"row_lengths must rise, not {self.row_lengths}")
-        if self.micro_batch_rows < 1:
-            raise ValueError(f"micro_batch_rows must be at least 1, not {self.micro_batch_rows}")
+        for name in ("micro_batch_rows", "min_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @partial(
@@ -165,7 +170,7 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
         )
     length = fitting[0]
     rows, starts, used = _first_fit_decreasing(lengths, length)
-    shape = (_row_count(used, config.micro_batch_rows), length)
+    shape = (_row_count(max(used, config.min_rows), config.micro_batch_rows), length)
 
     batch = Batch(
         tokens=np.zeros(shape, np.int32),
@@ -218,8 +223,8 @@ def _first_fit_decreasing(lengths: NDArray, capacity: int) -> tuple[NDArray, NDA
     return rows, starts, int(np.sum(free < capacity))
 
 
-def _row_count(used: int, micro_batch_rows: int) -> int:
-    needed = max(1, -(-used // micro_batch_rows))
+def _row_count(rows: int, micro_batch_rows: int) -> int:
+    needed = -(-rows // micro_batch_rows)
     return micro_batch_rows * (1 << (needed - 1).bit_length())
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fastask_jax.learn.losses import Tokens
 from fastask_jax.learn.mesh import make_mesh, row_devices, row_sharding
+from fastask_jax.learn.metrics import Busiest, Metrics
 from fastask_jax.learn.packing import Batch, Packed, micro_batches
 
 Params = Any
@@ -28,11 +29,11 @@ Params = Any
 
 class Scores(NamedTuple):
     """logprobs, entropy: float32 [rows, length], at the position of the scored token (0 at
-    column 0).  aux: extra per-micro-batch scalars of the model, for logging."""
+    column 0).  aux: metrics of the model itself, for logging."""
 
     logprobs: Tokens
     entropy: Tokens
-    aux: dict[str, Array]
+    aux: Metrics
 
 
 # (params, tokens, positions, segment_ids, temperature) -> Scores
@@ -47,11 +48,12 @@ def score_fn(model: Any) -> ScoreFn:
     from kernels.linear_logprob import linear_logprob
 
     def scores(params, tokens, positions, segment_ids, temperature):
-        hidden, aux = forward(model, params, tokens, positions, segment_ids)
+        hidden, load = forward(model, params, tokens, positions, segment_ids)
         logprobs, entropy, _ = linear_logprob(
             hidden[:, :-1], unembedding(params), tokens[:, 1:], temperature
         )
         shift = ((0, 0), (1, 0))
+        aux: Metrics = {"model/busiest_expert": Busiest(load["expert_counts"], load["tokens"])}
         return Scores(jnp.pad(logprobs, shift), jnp.pad(entropy, shift), aux)
 
     return scores

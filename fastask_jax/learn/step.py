@@ -36,7 +36,7 @@ class OptimizerConfig:
     """AdamW with a constant learning rate after a linear warm-up, and global-norm clipping.
 
     learning_rate, warmup_steps, weight_decay and max_grad_norm are array leaves: changing them
-    compiles nothing anew.  Weight decay leaves out vectors and scalars (norms, biases, gates).
+    compiles nothing anew.  Weight decay leaves out vectors and scalars (norms, biases, decays).
     """
 
     learning_rate: float = 3e-4
@@ -67,10 +67,16 @@ class OptimizerConfig:
             optax.clip_by_global_norm(self.max_grad_norm),  # type: ignore[arg-type]
             optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
             optax.add_decayed_weights(
-                self.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+                self.weight_decay, mask=partial(jax.tree_util.tree_map_with_path, _is_matrix)
             ),
             optax.scale_by_learning_rate(self.rate(jnp.asarray(step))),
         )
+
+
+def _is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
+    """Whether a parameter is more than a vector; leaves under "blocks" are stacked by layer."""
+    stacked = any(getattr(key, "key", None) == "blocks" for key in path)
+    return leaf.ndim - stacked > 1
 
 
 @partial(
@@ -183,9 +189,7 @@ class TrainStep:
             total, metrics = objective_sum(
                 objective, scores.logprobs, scores.entropy, batch, version, terms
             )
-            one = jnp.ones(())
-            aux: Metrics = {f"model/{k}": Sum(v, one) for k, v in scores.aux.items()}
-            return total / denominator, metrics | jax.lax.stop_gradient(aux)
+            return total / denominator, metrics | jax.lax.stop_gradient(scores.aux)
 
         def add(index: Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
             rows = jax.tree.map(lambda array: array[index], micro)

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastask_jax.learn.masked import masked_max, masked_mean, masked_sum, segment_totals
-from fastask_jax.learn.metrics import Max, SampleSize, Sum, Total, empty_like, merge, results
+from fastask_jax.learn.metrics import (
+    Busiest,
+    Max,
+    SampleSize,
+    Sum,
+    Total,
+    empty_like,
+    merge,
+    results,
+)
 
 
 def measure(values, mask):
@@ -23,7 +32,7 @@ def measure(values, mask):
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.lists(st.tuples(st.floats(0.1, 10, width=32), st.booleans()), min_size=2, max_size=30),
+    st.lists(st.tuples(st.floats(0.125, 10), st.booleans()), min_size=2, max_size=30),
     st.data(),
 )
 def test_any_split_gives_the_same_results(items, data):
@@ -48,7 +57,7 @@ def test_what_saw_nothing_is_left_out():
 
 def test_names_must_agree():
     with pytest.raises(KeyError, match="differ in"):
-        merge({"a": Total.empty()}, {"b": Total.empty()})
+        merge({"a": Total.of(jnp.ones(1))}, {"b": Total.of(jnp.ones(1))})
 
 
 def test_masked_reductions_ignore_poison_and_survive_an_empty_mask():
@@ -69,3 +78,9 @@ def test_segment_totals_stay_in_their_row():
     mask = jnp.array([[True, True, True, False], [True, False, True, True]])
     totals = segment_totals(jnp.arange(8.0).reshape(2, 4), mask, ids)
     np.testing.assert_array_equal(totals, [[1, 1, 2, 0], [4, 13, 13, 13]])
+
+
+def test_the_busiest_place_is_found_after_merging():
+    first = {"share": Busiest(jnp.array([[3.0, 1.0], [2.0, 2.0]]), jnp.array(4.0))}
+    second = {"share": Busiest(jnp.array([[0.0, 4.0], [1.0, 3.0]]), jnp.array(4.0))}
+    assert results(merge(empty_like(first), merge(first, second)))["share"] == 5 / 8

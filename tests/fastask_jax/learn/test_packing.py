@@ -29,7 +29,7 @@ lengths = st.lists(st.integers(1, 64), min_size=1, max_size=30)
 @given(lengths, st.integers(1, 5))
 def test_round_trip(sizes, rows):
     items = [trajectory(n, seed, advantage=seed - 1.5) for seed, n in enumerate(sizes)]
-    packed = pack(items, PackConfig(row_lengths=(32, 64), micro_batch_rows=rows))
+    packed = pack(items, PackConfig(row_lengths=(32, 64), micro_batch_rows=rows, min_rows=1))
     batch = packed.batch
     for field in ("ids:tokens", "mask:mask"):
         source, target = field.split(":")
@@ -64,7 +64,7 @@ def test_round_trip(sizes, rows):
 @given(lengths)
 def test_same_input_same_packing_and_rows_are_well_filled(sizes):
     items = [trajectory(n) for n in sizes]
-    config = PackConfig(row_lengths=(64,), micro_batch_rows=1)
+    config = PackConfig(row_lengths=(64,), micro_batch_rows=1, min_rows=1)
     first, second = pack(items, config), pack(items, config)
     np.testing.assert_array_equal(first.batch.tokens, second.batch.tokens)
     # First-fit decreasing uses at most 11/9 of the optimum plus one row.
@@ -74,17 +74,17 @@ def test_same_input_same_packing_and_rows_are_well_filled(sizes):
 
 def test_few_shapes_over_many_batches():
     rng = np.random.default_rng(0)
-    config = PackConfig(row_lengths=(128, 256), micro_batch_rows=4)
+    config = PackConfig(row_lengths=(128, 256), micro_batch_rows=4, min_rows=64)
     shapes = {
         pack([trajectory(int(n)) for n in rng.integers(4, 250, count)], config).batch.tokens.shape
         for count in range(1, 120)
     }
     assert {length for _, length in shapes} <= {128, 256}
-    assert {rows for rows, _ in shapes} <= {4, 8, 16, 32, 64, 128}
+    assert {rows for rows, _ in shapes} <= {64, 128}
 
 
 def test_the_shortest_row_that_fits_is_taken():
-    config = PackConfig(row_lengths=(16, 32, 64), micro_batch_rows=1)
+    config = PackConfig(row_lengths=(16, 32, 64), micro_batch_rows=1, min_rows=1)
     assert pack([trajectory(17)], config).batch.tokens.shape == (1, 32)
     assert pack([], config).batch.tokens.shape == (1, 16)
     assert pack([], config).fill == 0.0
@@ -127,7 +127,9 @@ def test_unusable_trajectories_are_refused(item, message):
 
 
 def test_micro_batches_keep_rows_and_refuse_what_does_not_divide():
-    packed = pack([trajectory(9, i) for i in range(5)], PackConfig((16,), micro_batch_rows=2))
+    packed = pack(
+        [trajectory(9, i) for i in range(5)], PackConfig((16,), micro_batch_rows=2, min_rows=1)
+    )
     micro = micro_batches(packed.batch, 2)
     assert micro.tokens.shape == (4, 2, 16) and micro.proximal_logprobs is None
     np.testing.assert_array_equal(micro.tokens.reshape(8, 16), packed.batch.tokens)
@@ -140,7 +142,8 @@ def test_micro_batches_keep_rows_and_refuse_what_does_not_divide():
     [
         ({"row_lengths": ()}, "positive lengths"),
         ({"row_lengths": (64, 32)}, "must rise"),
-        ({"micro_batch_rows": 0}, "at least 1"),
+        ({"micro_batch_rows": 0}, "micro_batch_rows must be at least 1"),
+        ({"min_rows": 0}, "min_rows must be at least 1"),
     ],
 )
 def test_bad_shapes_are_refused(fields, message):

@@ -1,0 +1,261 @@
+"""Checkpoints resume exactly, and nothing that stops a save harms those committed before."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastask_jax.learn.checkpoint import (
+    MARKER,
+    PARTIAL,
+    Checkpointer,
+    CheckpointError,
+    key_from_json,
+    key_to_json,
+)
+
+HOST = {"cursor": 7, "seen": ["a", "b"], "big": 2**80, "rate": 0.1, "nested": {"x": [1, None]}}
+
+
+def state(fill):
+    return {
+        "params": {"w": jnp.full((64, 32), fill, jnp.float32), "b": jnp.arange(5.0) * fill},
+        "step": jnp.array(int(fill), jnp.int32),
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        yield checkpointer
+
+
+def test_round_trip_is_exact_and_old_ones_go_only_after_a_newer_commit(checkpointer):
+    assert checkpointer.latest() is None
+    for step in (20, 40, 60):
+        checkpointer.save(step, state(step + 0.1), HOST | {"cursor": step}, wait=True)
+        assert checkpointer.latest() == step
+    assert checkpointer.steps() == [40, 60]
+    restored = checkpointer.restore(abstract(state(0.0)))
+    assert restored.step == 60 and restored.host_state == HOST | {"cursor": 60}
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state(60.1))
+    np.testing.assert_array_equal(
+        checkpointer.restore(abstract(state(0.0)), 40).state["params"]["b"],
+        state(40.1)["params"]["b"],
+    )
+
+
+def test_the_state_may_be_donated_while_the_save_goes_on(checkpointer):
+    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    live = {"w": jnp.arange(1_000_000.0)}
+    checkpointer.save(1, live, {})
+    for _ in range(5):
+        live = donate(live)
+    checkpointer.wait()
+    restored = checkpointer.restore(abstract(live)).state
+    np.testing.assert_array_equal(restored["w"], np.arange(1_000_000.0, dtype=np.float32))
+
+
+def test_partial_and_unmarked_directories_are_not_checkpoints(checkpointer):
+    checkpointer.save(20, state(1.0), HOST, wait=True)
+    directory = checkpointer.directory
+    shutil.copytree(directory / "step_00000020", directory / f"step_00000040{PARTIAL}")
+    shutil.copytree(directory / "step_00000020", directory / "step_00000060")
+    (directory / "step_00000060" / MARKER).unlink()
+    shutil.copytree(directory / "step_00000020", directory / "step_00000080")
+    (directory / "step_00000080" / MARKER).write_text('{"files": ')
+    (directory / "notes.txt").write_text("not a checkpoint")
+    assert checkpointer.steps() == [20]
+    assert checkpointer.restore(abstract(state(0.0))).step == 20
+    with pytest.raises(CheckpointError, match="no checkpoint of step 60 .* has: 20"):
+        checkpointer.restore(abstract(state(0.0)), 60)
+
+
+@pytest.mark.parametrize("victim", ["host.json", "array", "missing"])
+def test_a_damaged_checkpoint_is_one_clear_error_and_the_one_before_is_intact(checkpointer, victim):
+    for step in (20, 40):
+        checkpointer.save(step, state(float(step)), HOST, wait=True)
+    path = checkpointer.directory / "step_00000040"
+    files = [p for p in path.rglob("*") if p.is_file() and p.name not in (MARKER, "host.json")]
+    target = (
+        path / "host.json" if victim == "host.json" else max(files, key=lambda p: p.stat().st_size)
+    )
+    if victim == "missing":
+        target.unlink()
+    else:
+        content = bytearray(target.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        target.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged .*delete it and resume from step 20"):
+        checkpointer.restore(abstract(state(0.0)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        checkpointer.restore(abstract(state(0.0)), 20).state,
+        state(20.0),
+    )
+
+
+def test_another_configuration_is_refused_by_name(checkpointer):
+    checkpointer.save(20, state(1.0), HOST, wait=True)
+    wanted = state(1.0)
+    wanted["params"]["w"] = jnp.zeros((64, 16))
+    with pytest.raises(
+        CheckpointError, match=r"\['w'\] is float32\[64, 32\] there and float32\[64, 16\]"
+    ):
+        checkpointer.restore(abstract(wanted))
+    wanted = state(1.0) | {"extra": jnp.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"\['extra'\] is absent there"):
+        checkpointer.restore(abstract(wanted))
+
+
+def test_nothing_to_restore(checkpointer):
+    with pytest.raises(CheckpointError, match="no committed checkpoint in"):
+        checkpointer.restore(abstract(state(0.0)))
+
+
+@pytest.mark.parametrize("host", [{"a": (1, 2)}, {1: "a"}, {"a": float("nan")}, {"a": object()}])
+def test_host_state_that_would_not_come_back_is_refused(checkpointer, host):
+    with pytest.raises(ValueError, match="host_state must be"):
+        checkpointer.save(1, state(1.0), host)
+    assert checkpointer.latest() is None
+
+
+def test_the_same_step_again_replaces_and_an_earlier_one_is_refused(checkpointer):
+    checkpointer.save(20, state(1.0), HOST, wait=True)
+    checkpointer.save(20, state(2.0), HOST, wait=True)
+    assert float(checkpointer.restore(abstract(state(0.0))).state["params"]["w"][0, 0]) == 2.0
+    with pytest.raises(CheckpointError, match="already has step 20, so step 10 would be lost"):
+        checkpointer.save(10, state(1.0), HOST)
+    assert [p.name for p in checkpointer.directory.iterdir()] == ["step_00000020"]
+
+
+def test_rng_keys_come_back_exactly():
+    key = jax.random.fold_in(jax.random.key(3), 9)
+    again = key_from_json(json.loads(json.dumps(key_to_json(key))))
+    np.testing.assert_array_equal(jax.random.normal(again, (4,)), jax.random.normal(key, (4,)))
+
+
+def test_an_unwritable_place_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        Checkpointer(tmp_path / "file") as checkpointer,
+        pytest.raises(CheckpointError, match="step 1 .* was not saved"),
+    ):
+        checkpointer.save(1, state(1.0), {})
+
+
+# Saves steps 1, 2, 3, ... whose arrays hold the step number, until it is killed.
+WRITER = """
+import sys, jax.numpy as jnp
+from fastask_jax.learn.checkpoint import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], keep_last=2)
+step = checkpointer.latest() or 0
+while True:
+    step += 1
+    tree = {f"w{i}": jnp.full((256, 512), step, jnp.float32) for i in range(8)}
+    checkpointer.save(step, tree, {"step": step, "filler": ["x" * 50] * 1000})
+"""
+
+
+def run(code, *arguments, prefix=()):
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_during_saves_leaves_a_usable_checkpoint(tmp_path):
+    rng = random.Random(0)
+    reached = 0
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((256, 512), jnp.float32) for i in range(8)}
+    for _ in range(4):
+        writer = run(WRITER, tmp_path)
+        try:
+            deadline = time.monotonic() + 120
+            reader = Checkpointer(tmp_path)
+            while (reader.latest() or 0) < reached + 2:
+                assert writer.poll() is None, writer.stderr.read()
+                assert time.monotonic() < deadline, "the writer made no checkpoint"
+                time.sleep(0.02)
+            # Strike while a partial directory exists, at a random point of its writing.
+            while not list(reader.directory.glob(f"*{PARTIAL}")):
+                assert time.monotonic() < deadline
+            time.sleep(rng.random() * 0.1)
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        restored = reader.restore(shapes)
+        reader.close()
+        assert restored.step >= reached + 2 and restored.host_state["step"] == restored.step
+        for leaf in restored.state.values():
+            assert (np.asarray(leaf) == restored.step).all()
+        reached = restored.step
+
+
+# Fills a small disk up to what the arrays of the next save need plus a margin, then saves.
+FILLER = """
+import os, shutil, sys, jax, jax.numpy as jnp
+from fastask_jax.learn.checkpoint import CheckpointError, Checkpointer
+run_dir, margin = sys.argv[1], int(sys.argv[2])
+tree = lambda seed: {"w": jax.random.normal(jax.random.key(seed), (1 << 19,))}
+checkpointer = Checkpointer(run_dir, keep_last=2)
+checkpointer.save(1, tree(1), {"step": 1}, wait=True)
+spare = shutil.disk_usage(run_dir).free - (1 << 21) - margin
+with open(os.path.join(run_dir, "filler"), "wb") as file:
+    file.write(os.urandom(spare))
+try:
+    checkpointer.save(2, tree(2), {"step": 2, "filler": ["y" * 100] * 5000})
+    checkpointer.wait()
+except CheckpointError as error:
+    print("ERROR", error)
+restored = checkpointer.restore(tree(0))
+assert restored.step == 1 and (restored.state["w"] == tree(1)["w"]).all()
+os.unlink(os.path.join(run_dir, "filler"))
+checkpointer.save(3, tree(3), {"step": 3}, wait=True)
+print("LATEST", checkpointer.latest(), *sorted(os.listdir(checkpointer.directory)))
+"""
+
+
+def small_disk(directory):
+    """A command prefix that mounts an 8 MB disk at the directory, or None where that's refused."""
+    script = f'mount -t tmpfs -o size=8m tmpfs {directory} && exec "$@"'
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None:
+        return None
+    return (
+        prefix if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0 else None
+    )
+
+
+@pytest.mark.slow
+# Too little for the arrays; room for them but not for Orbax's own files; not for the host state.
+@pytest.mark.parametrize("margin", [-100_000, 4_096, 200_000])
+def test_a_full_disk_is_one_clear_error_and_leaves_the_last_checkpoint(tmp_path, margin):
+    prefix = small_disk(tmp_path)
+    if prefix is None:
+        pytest.skip("this host doesn't let us mount a small disk (unshare)")
+    child = run(FILLER, tmp_path, margin, prefix=prefix)
+    output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    assert "checkpoint of step 2" in output and "the disk is full: free some space" in output
+    assert "the last committed one, step 1, is intact" in output
+    assert output.rstrip().endswith("LATEST 3 step_00000001 step_00000003")
+    assert not list(Path(tmp_path).iterdir())  # the disk went with the child
