@@ -8,6 +8,7 @@ where a world holds no such question; the caller then draws another world.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,13 +124,16 @@ def _first_month(rng: Random, world: RevenueWorld, guarded: bool, want: bool) ->
 # --- reconciliation --------------------------------------------------------------------
 
 
-def _reference(rng: Random, world: InvoiceWorld, i: int) -> Ask | None:
+def _reference(
+    rng: Random, world: InvoiceWorld, i: int, answer: dt.date | None = None
+) -> Ask | None:
     """How the question names invoice i: by id, or (22 % of the time, which makes 15-20 %
-    of reconciliation tasks) by a clue that fits no other invoice."""
+    of reconciliation tasks) by a clue that fits no other invoice and doesn't show `answer`."""
     if rng.random() >= 0.22:
         return {"by": "id", "invoice": world.invoices[i].invoice}
     if rng.random() < 0.5:
         own = [p for p in world.payments if p.invoice == i and p.status == "Settled"]
+        own = [p for p in own if p.date != answer]
         if own:
             clue = _payment_clue(world, rng.choice(own))
             if clue:
@@ -225,7 +229,7 @@ def _paid_on(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -> Dra
     paid = world.paid_on(i)
     if paid is None:
         return None
-    ask = _reference(rng, world, i)
+    ask = _reference(rng, world, i, paid)
     return (ask, paid) if ask else None
 
 
