@@ -50,9 +50,8 @@ class EnvPool:
         self._serial = 0
         self._waiting = 0  # calls that the caller made and that have no event yet
         self._failure: str | None = None
-        self._totals = dict.fromkeys(
-            ("calls", "episodes", "restarts", "replays", "faults", "errors"), 0
-        )
+        counts = ("calls", "episodes", "restarts", "replays", "faults", "errors")
+        self._totals = dict.fromkeys(counts, 0)
         self._waited = self._worked = 0.0
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
@@ -81,8 +80,7 @@ class EnvPool:
         self._check_open()
         if episode_id in self._episodes:
             raise ValueError(f"episode {episode_id!r} is live already; drop it first")
-        task_bytes = wire.dumps(task)
-        episode = Episode(episode_id, task_bytes, self._least_loaded(), self._next())
+        episode = Episode(episode_id, wire.dumps(task), self._place(), self._next())
         episode.slot.episodes[episode.key] = episode
         self._episodes[episode_id] = episode
         self._waiting += 1
@@ -91,8 +89,7 @@ class EnvPool:
     def step(self, episode_id: Hashable, reply: Reply) -> None:
         """Gives the policy's reply; the event follows.
 
-        Raises KeyError for an episode that isn't live, ValueError when its last call hasn't
-        been answered yet."""
+        Raises KeyError when it isn't live, ValueError while its last call is unanswered."""
         self._check_open()
         episode = self._episodes.get(episode_id)
         if episode is None:
@@ -229,7 +226,7 @@ class EnvPool:
         if kind == wire.ERROR:
             self._totals["faults"] += 1
             slot.faults += 1
-            self._retry(episode, answer, self._other(slot))
+            self._retry(episode, answer, self._place(avoid=slot))
             self._spend(answer)
             if slot.faults >= self.config.worker_faults:
                 reason = f"raised {slot.faults} exceptions, the last: {answer}"
@@ -283,13 +280,10 @@ class EnvPool:
     def _launch(self) -> WorkerProcess:
         return WorkerProcess(self._factory, self._factory_config, self.config.heartbeat_interval)
 
-    def _least_loaded(self) -> Slot:
-        return min(self._slots, key=lambda slot: (len(slot.episodes), len(slot.calls)))
-
-    def _other(self, slot: Slot) -> Slot:
-        """Where to try again: elsewhere when there is an elsewhere."""
-        others = [other for other in self._slots if other is not slot] or [slot]
-        return min(others, key=lambda other: len(other.episodes))
+    def _place(self, avoid: Slot | None = None) -> Slot:
+        """The least loaded worker, another than `avoid` where there is another."""
+        slots = [slot for slot in self._slots if slot is not avoid] or self._slots
+        return min(slots, key=lambda slot: (len(slot.episodes), len(slot.calls)))
 
     def _pump(self, timeout: float | None) -> None:
         """Takes in what workers have sent, waiting at most `timeout`; then looks for the dead."""
