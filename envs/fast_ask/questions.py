@@ -125,7 +125,7 @@ def _first_month(rng: Random, world: RevenueWorld, guarded: bool, want: bool) ->
 
 
 def _reference(
-    rng: Random, world: InvoiceWorld, i: int, answer: dt.date | None = None
+    rng: Random, world: InvoiceWorld, i: int, answer: dt.date | int | None = None
 ) -> Ask | None:
     """How the question names invoice i: by id, or (22 % of the time, which makes 15-20 %
     of reconciliation tasks) by a clue that fits no other invoice and doesn't show `answer`."""
@@ -133,12 +133,12 @@ def _reference(
         return {"by": "id", "invoice": world.invoices[i].invoice}
     if rng.random() < 0.5:
         own = [p for p in world.payments if p.invoice == i and p.status == "Settled"]
-        own = [p for p in own if p.date != answer]
+        own = [p for p in own if answer not in (p.date, p.cents)]
         if own:
             clue = _payment_clue(world, rng.choice(own))
             if clue:
                 return {"by": "payment", **clue}
-    return _signature(world, i)
+    return None if world.invoices[i].due == answer else _signature(world, i)
 
 
 def _payment_clue(world: InvoiceWorld, payment: Payment) -> Ask | None:
@@ -195,7 +195,7 @@ def _open_balance(rng: Random, world: InvoiceWorld, guarded: bool, want: bool) -
     # The partial helper of medium workbooks lists what every invoice was billed.
     if guarded and any(balance == v.cents for v in world.invoices):
         return None
-    ask = _reference(rng, world, i)
+    ask = _reference(rng, world, i, balance)
     return ({**ask, "date": date.isoformat()}, balance) if ask else None
 
 
