@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 from jaxtyping import Array
 
 MARKER = "COMMITTED"
@@ -43,7 +44,6 @@ class CheckpointError(RuntimeError):
 class Restored(NamedTuple):
     state: Any
     host_state: dict[str, Any]
-    step: int
 
 
 class Checkpointer:
@@ -139,8 +139,8 @@ class Checkpointer:
     def restore(self, abstract: Any, step: int | None = None) -> Restored:
         """The state and host state of `step` (default: the latest).
 
-        abstract: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays); shardings, where
-        given, say where arrays go.  Raises CheckpointError when there is no such checkpoint, when
+        abstract: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays, or what
+        `jax.typeof` gives); arrays go where its shardings say, else to the first device.  Raises CheckpointError when there is no such checkpoint, when
         its files are damaged, or when it was saved from other shapes.
         """
         self.wait()
@@ -169,7 +169,7 @@ class Checkpointer:
             state = self._orbax.restore(path / "state", target)
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} can't be read: {error}") from error
-        return Restored(state, json.loads((path / "host.json").read_text()), step)
+        return Restored(state, json.loads((path / "host.json").read_text()))
 
     def _commit_in_background(
         self, step: int, partial: Path, host_text: str, arrays: dict[str, str]
@@ -256,7 +256,12 @@ def _copy(leaf: Any) -> Any:
 
 
 def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+    sharding = getattr(leaf, "sharding", None)
+    # What `jax.typeof` gives has a sharding over an abstract mesh, which names no devices.
+    abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    if sharding is None or abstract:
+        sharding = SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _signature(tree: Any) -> dict[str, str]:

@@ -192,7 +192,9 @@ class TrainStep:
             return total / denominator, metrics | jax.lax.stop_gradient(scores.aux)
 
         def add(index: Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-            rows = jax.tree.map(lambda array: array[index], micro)
+            rows = jax.tree.map(
+                lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), micro
+            )
             grads, metrics = jax.grad(part, has_aux=True)(params, rows)
             return jax.tree.map(jnp.add, carry[0], grads), merge(carry[1], metrics)
 
@@ -216,7 +218,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         self.traces += 1
         grads, metrics = self.gradient(state.params, state.version, micro, objective, terms)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         updates, opt_state = optimizer.transformation(state.step).update(
             grads, state.opt_state, state.params
@@ -226,7 +228,7 @@ class TrainStep:
         one = jnp.ones(())
         metrics |= {
             "optim/grad_norm": Sum(norm, one),
-            "optim/update_norm": Sum(optax.global_norm(updates), one),
+            "optim/update_norm": Sum(optax.tree.norm(updates), one),
             "optim/learning_rate": Sum(optimizer.rate(state.step), one),
             "optim/skipped": Sum(1.0 - finite, one),
         }
