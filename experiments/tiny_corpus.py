@@ -8,6 +8,7 @@ without the sandbox: the code comes from `envs.fast_ask.programs`, not from a mo
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from random import Random
 
@@ -65,10 +66,16 @@ def observation_text(texts: list[str]) -> str:
 
 def explore(task: Task, policy: ExplorerPolicy, config: FastAskConfig) -> list[Piece]:
     """One episode of the explorer as pieces; the last turn ends with <|im_end|>."""
-    interpreter = Interpreter(task.seed, soft_seconds=2.0, output_chars=10_000)
+    # A session's interpreter takes the process over, as its own process may; lend it this one.
+    main, streams = sys.modules["__main__"], (sys.stdin, sys.stdout, sys.stderr)
+    interpreter = Interpreter(soft_seconds=2.0, output_chars=10_000)
+    sys.modules["__main__"] = main
 
     def python(code: str) -> str:
-        result = interpreter.run(code)
+        try:
+            result = interpreter.run(code)
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = streams
         output = result["output"].rstrip("\n")
         if result["error"] is None:
             return output or NO_OUTPUT
@@ -103,7 +110,7 @@ def transcripts(config: StreamConfig, env: FastAskConfig, start: int = 0) -> Ite
         n += 1
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE; all vocabulary words and two-digit groups become single tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

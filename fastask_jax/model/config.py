@@ -131,7 +131,16 @@ class ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     # Small enough for reinforcement learning on two CPU cores.
-    "tiny": ModelConfig(scan_unroll=2),
+    "tiny": ModelConfig(
+        vocab_size=2560,
+        hidden_size=96,
+        head_dim=24,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        scan_unroll=2,
+    ),
     # Language model of Qwen/Qwen3.5-35B-A3B.
     "qwen3.5-35b-a3b": ModelConfig(
         vocab_size=248_320,

@@ -1,8 +1,8 @@
 """A noisy scripted explorer of Fast Ask: the teacher of the tiny base model's format.
 
 It wanders, misreads, forgets refunds or statuses, copies the wrong region or month, trusts
-half a helper, reports something else than it computed, and often simply guesses.  About a
-third of its episodes end right.  The base model learns from its transcripts how turns, tools
+half a helper, reports something else than it computed, and often simply guesses.  Three in
+ten of its episodes end right.  The base model learns from its transcripts how turns, tools
 and copying work; which of its habits pay is left for reinforcement learning to find.
 """
 
@@ -50,21 +50,21 @@ LAPSES = (
 class Habits:
     """Chances of the explorer's habits, each between 0 and 1."""
 
-    guess: float = 0.06
+    guess: float = 0.12
     metadata: float = 0.5
     wander: float = 0.3
     same_reply: float = 0.2
     helper_if_easy: float = 0.5
     helper_if_medium: float = 0.2
     helper_if_hard: float = 0.05
-    miss_read: float = 0.12
-    wrong_slot: float = 0.2
-    lapse: float = 0.25
-    other_type: float = 0.06
-    recover: float = 0.6
+    miss_read: float = 0.15
+    wrong_slot: float = 0.25
+    lapse: float = 0.55
+    other_type: float = 0.1
+    recover: float = 0.5
     repeat: float = 0.1
-    misreport: float = 0.12
-    no_answer_line: float = 0.08
+    misreport: float = 0.25
+    no_answer_line: float = 0.2
 
 
 class ExplorerPolicy:
