@@ -4,12 +4,14 @@ The readers sit behind `read_workbook`: today openpyxl, later a faster one, same
 """
 
 from envs.workbook.a1 import Area, RangeError, column_index, column_letter, parse_area
+from envs.workbook.container import Limits, WorkbookError
 from envs.workbook.model import CellError, Sheet, Value, Workbook
-from envs.workbook.xlsx import WorkbookError, read_workbook, write_xlsx
+from envs.workbook.xlsx import read_workbook, write_xlsx
 
 __all__ = [
     "Area",
     "CellError",
+    "Limits",
     "RangeError",
     "Sheet",
     "Value",

@@ -85,6 +85,7 @@ def parse_area(text: str) -> tuple[str | None, Area | None, bool]:
     those to the used range.  Raises RangeError with a text fit for the model.
     """
     stripped = text.strip()
+    text = text if len(text) <= 80 else text[:79] + "…"  # as refusals quote it
     match = _SHEET.match(stripped)
     sheet, rest = None, stripped
     if match:

@@ -22,6 +22,9 @@ class CellError(str):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CellError) and str.__eq__(self, other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(("CellError", str(self)))
 

@@ -1,8 +1,10 @@
 """Workbook files, through openpyxl.
 
-Reads values (a formula's stored result), tab colours as stored; writes values, dates with
-a date format, column number formats and tab colours.  A file that can't be read is one
-clear WorkbookError, whatever openpyxl raised inside.
+Reads values (a formula's stored result) and tab colours; writes values, dates with a date
+format, column number formats and tab colours.  Reading streams, so cells formatted to the
+sheet's last corner, merges of whole columns and the like cost nothing, and what a hostile file
+can cost is bounded (`container`).  A file that can't be read is one clear WorkbookError,
+whatever openpyxl raised inside.  Left out: theme colours of tabs, formulas, styles.
 """
 
 from __future__ import annotations
@@ -10,87 +12,92 @@ from __future__ import annotations
 import datetime as dt
 import os
 import warnings
-import zipfile
 from pathlib import Path
+from typing import Any
 
+from envs.workbook.a1 import MAX_COLUMN, MAX_ROW
+from envs.workbook.container import Limits, WorkbookError, open_container
 from envs.workbook.model import CellError, Sheet, Workbook
 
 DATE_FORMAT = "yyyy-mm-dd"
-MAX_UNPACKED = 1 << 30
 
 
-class WorkbookError(ValueError):
-    """The file isn't a workbook that can be read; the text says why and what to do."""
-
-
-def read_workbook(path: str | os.PathLike) -> Workbook:
+def read_workbook(path: str | os.PathLike, limits: Limits | None = None) -> Workbook:
     """Reads an .xlsx or .xlsm file.  Raises FileNotFoundError or WorkbookError."""
-    path = Path(path)
+    path, limits = Path(path), limits or Limits()
     if not path.exists():
         raise FileNotFoundError(f"no such workbook: {path}")
     if path.is_dir():
         raise WorkbookError(f"{path} is a folder; give the path of an .xlsx file")
-    _check_container(path)
+    container = open_container(path, limits)
     import openpyxl
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            book = openpyxl.load_workbook(path, data_only=True)
-            return Workbook([_sheet(s) for s in book.worksheets])
-    except Exception as error:  # openpyxl raises anything from KeyError to expat errors
-        reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-        raise WorkbookError(f"can't read {path} as a workbook ({reason})") from error
-
-
-def _check_container(path: Path) -> None:
-    with open(path, "rb") as file:
-        head = file.read(8)
-    if head == b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1":
+    with container.file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            book = openpyxl.load_workbook(
+                container.file, read_only=True, data_only=True, keep_links=False
+            )
+            sheets, slots = [], limits.slots
+            for source in book.worksheets:
+                color = container.tab_colors.get(source._worksheet_path.lstrip("/"))
+                sheet, slots = _read_sheet(source, slots)
+                sheet.tab_color = color or None
+                sheets.append(sheet)
+        except WorkbookError as error:
+            raise WorkbookError(f"{path}: {error}") from error
+        except Exception as error:  # openpyxl raises anything from KeyError to expat errors
+            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            raise WorkbookError(f"can't read {path} as a workbook ({reason})") from error
+    if not sheets:
         raise WorkbookError(
-            f"{path} is an old .xls or a password-protected workbook; save it as plain .xlsx"
+            f"{path} holds no worksheets in the usual form (is it a Strict Open XML file?); "
+            "save it as plain .xlsx"
         )
-    if not head:
-        raise WorkbookError(f"{path} is empty")
-    if head[:2] != b"PK":
-        raise WorkbookError(f"{path} isn't an .xlsx workbook; save it as .xlsx and try again")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(info.file_size for info in archive.infolist())
-    except zipfile.BadZipFile as error:
-        raise WorkbookError(f"{path} is damaged: {error}") from error
-    if size > MAX_UNPACKED:
-        raise WorkbookError(f"{path} unpacks to {size >> 20} MiB; the limit is 1024 MiB")
+    return Workbook(sheets)
 
 
-def _sheet(source) -> Sheet:
-    # ws._cells is openpyxl's sparse store; walking iter_rows would visit (and create)
-    # every cell up to the last styled one.
-    by_row: dict[int, dict[int, object]] = {}
-    for (row, column), cell in source._cells.items():
-        value = cell.value
-        if value is None:
-            continue
-        if cell.data_type == "e":
-            value = CellError(value)
-        elif isinstance(value, dt.datetime) and value.time() == dt.time() and "h" not in (
-            cell.number_format or ""
-        ).lower():
-            value = value.date()
-        by_row.setdefault(row, {})[column] = value
-    rows = {}
-    for row in sorted(by_row):
-        cells = by_row[row]
-        rows[row] = tuple(cells.get(c) for c in range(1, max(cells) + 1))
-    color = source.sheet_properties.tabColor
-    rgb = getattr(color, "rgb", None) if color is not None else None
-    return Sheet(source.title, rows, rgb[-6:] if isinstance(rgb, str) else None)
+def _read_sheet(source: Any, slots: int) -> tuple[Sheet, int]:
+    """The sheet, and what is left of the slots that the book's rows may take."""
+    if not hasattr(source, "reset_dimensions"):
+        raise WorkbookError(f"sheet {source.title!r} is no worksheet")
+    source.reset_dimensions()  # the declared ones are often wrong
+    rows: dict[int, tuple] = {}
+    for cells in source.iter_rows(max_row=MAX_ROW):
+        # Counted before empty ends are cut: a row's width is what it costs to make.
+        slots -= len(cells)
+        if slots < 0:
+            raise WorkbookError(
+                "its rows span more cells than this reader takes; split it into smaller workbooks"
+            )
+        values: list[object] = []
+        number = 0
+        for cell in cells:
+            value = cell.value
+            if value is None:
+                continue
+            number, column = cell.row, cell.column
+            if not (1 <= number <= MAX_ROW and 1 <= column <= MAX_COLUMN):
+                raise WorkbookError(f"a cell stands outside the sheet (row {number})")
+            if cell.data_type == "e":
+                value = CellError(value)
+            elif isinstance(value, dt.datetime) and _is_date_only(value, cell.number_format):
+                value = value.date()
+            values += [None] * (column - len(values))
+            values[column - 1] = value
+        if number:
+            rows[number] = tuple(values)
+    return Sheet(source.title, rows), slots
+
+
+def _is_date_only(value: dt.datetime, number_format: str | None) -> bool:
+    """A date is a datetime at midnight whose format shows no hours."""
+    return value.time() == dt.time() and "h" not in (number_format or "").lower()
 
 
 def write_xlsx(book: Workbook, path: str | os.PathLike) -> None:
     """Writes the workbook; dates become real dates, formats are set by column."""
     import openpyxl
-    from openpyxl.cell import WriteOnlyCell
 
     out = openpyxl.Workbook(write_only=True)
     for sheet in book.sheets:
@@ -99,15 +106,26 @@ def write_xlsx(book: Workbook, path: str | os.PathLike) -> None:
             target.sheet_properties.tabColor = sheet.tab_color
         last = max(sheet.rows, default=0)
         for r in range(1, last + 1):
-            cells = []
-            for c, value in enumerate(sheet.rows.get(r, ()), 1):
-                is_date = isinstance(value, dt.date) and not isinstance(value, dt.datetime)
-                number = sheet.formats.get(c) if isinstance(value, int | float) else None
-                if is_date or number:
-                    cell = WriteOnlyCell(target, value)
-                    cell.number_format = DATE_FORMAT if is_date else number
-                    cells.append(cell)
-                else:
-                    cells.append(value)
-            target.append(cells)
+            row = sheet.rows.get(r, ())
+            target.append([_cell(target, v, sheet.formats.get(c)) for c, v in enumerate(row, 1)])
     out.save(path)
+
+
+def _cell(target: Any, value: Any, number_format: str | None) -> Any:
+    """What openpyxl shall write: the value itself wherever it would guess right."""
+    from openpyxl.cell import WriteOnlyCell
+
+    kind = type(value)
+    if kind is dt.date:
+        cell = WriteOnlyCell(target, value)
+        cell.number_format = DATE_FORMAT
+    elif number_format and kind in (int, float):
+        cell = WriteOnlyCell(target, value)
+        cell.number_format = number_format
+    elif isinstance(value, str) and value[:1] in ("=", "#"):
+        # A text may look like a formula or an error; only a CellError is one.
+        cell = WriteOnlyCell(target, value)
+        cell.data_type = "e" if isinstance(value, CellError) else "s"
+    else:
+        return value
+    return cell
