@@ -8,11 +8,10 @@ a zygote that was started before any task existed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from envs.core import Message, Reply, Score, Step
+from envs.core import Message, Reply, Score, Step, ToolSpec
 from envs.fast_ask import answers
 from envs.fast_ask.tasks import Task, build_workbook
 from envs.fast_ask.tools import TOOLS, Toolbox
@@ -74,7 +73,7 @@ def opening(question: str, sheet_names: list[str], config: FastAskConfig) -> lis
 class FastAskEnv:
     """One episode at a time; `reset` starts the next.  Not thread-safe."""
 
-    tools = TOOLS
+    tools: tuple[ToolSpec, ...] = TOOLS
 
     def __init__(self, config: FastAskConfig, sandbox: Sandbox) -> None:
         self.config = config
@@ -185,8 +184,20 @@ class FastAskEnv:
             self._session = None
 
 
-def make_env(settings: tuple[FastAskConfig, SandboxConfig]) -> Callable[[Any], FastAskEnv]:
+class EnvMaker:
+    """Makes environments that share one sandbox; `close` ends the sandbox and its processes."""
+
+    def __init__(self, config: FastAskConfig, sandbox_config: SandboxConfig) -> None:
+        self._config = config
+        self._sandbox = Sandbox(sandbox_config)
+
+    def __call__(self, episode_id: Any) -> FastAskEnv:
+        return FastAskEnv(self._config, self._sandbox)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+
+def make_env(settings: tuple[FastAskConfig, SandboxConfig]) -> EnvMaker:
     """Factory for `EnvPool`: one sandbox for all episodes of a worker."""
-    config, sandbox_config = settings
-    sandbox = Sandbox(sandbox_config)
-    return lambda episode_id: FastAskEnv(config, sandbox)
+    return EnvMaker(*settings)
