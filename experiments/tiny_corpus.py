@@ -8,6 +8,7 @@ without the sandbox: the code comes from `envs.fast_ask.programs`, not from a mo
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from random import Random
@@ -128,10 +129,14 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
 
+    # Trained on what lies between special tokens: merges must never spell one.
+    between = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+
     def with_words() -> Iterator[str]:
         for _ in range(400):
             yield from must_be_tokens()
-        yield from texts
+        for text in texts:
+            yield from between.split(text)
 
     tokenizer.train_from_iterator(with_words(), trainer)
     return tokenizer

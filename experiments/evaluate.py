@@ -1,0 +1,85 @@
+"""Evaluates policies on held-out tasks and prints the table.
+
+    python -m experiments.evaluate --policies blind,base,oracle
+    python -m experiments.evaluate --policies base,trained --checkpoint runs/tiny --tasks 512
+
+`base` is the shipped base policy (or --train.weights), `trained` a run's policy; both sample at
+the training temperature unless --temperature says otherwise (0 is greedy).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments.config import format_config, option, parse, run_main, save_config
+from experiments.fast_ask import PRESET_CONFIGS, Config, build, show
+from fastask_jax.loop import Record, write_records
+from fastask_jax.policies.baselines import baseline_records
+from fastask_jax.report.summary import write_summary
+
+POLICIES = ("blind", "base", "trained", "oracle")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What is evaluated on which tasks."""
+
+    run_dir: Path = option(Path("runs/evaluate"), "where config, records and summary are kept")
+    policies: tuple[str, ...] = option(("blind", "base", "oracle"), f"of {', '.join(POLICIES)}")
+    checkpoint: Path | None = option(None, "run directory or policy folder of `trained`")
+    tasks: int = option(128, "held-out tasks")
+    temperature: float | None = option(None, "of sampling; none takes the run's, 0 is greedy")
+    train: Config = option(PRESET_CONFIGS["tiny"], "the run's settings: tasks, budgets, engine")
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.policies if name not in POLICIES]
+        if unknown or not self.policies:
+            raise ValueError(f"policies are of {', '.join(POLICIES)}, not {self.policies}")
+        if "trained" in self.policies and self.checkpoint is None:
+            raise ValueError("policy trained needs --checkpoint RUN")
+        if self.tasks < 1:
+            raise ValueError("tasks must be at least 1")
+
+
+def policy_folder(checkpoint: Path) -> Path:
+    """The weights of a run directory (its policy/) or of a policy folder itself."""
+    for folder in (checkpoint / "policy", checkpoint):
+        if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+            return folder
+    raise FileNotFoundError(
+        f"{checkpoint} holds no trained policy: give the --run-dir of a finished run of "
+        "experiments.fast_ask or experiments.quickstart"
+    )
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
+    """Records of each policy on the same tasks."""
+    run = config.train
+    tasks = run.tasks.stream("heldout", seed=0).take(config.tasks)
+    found = {}
+    for name in config.policies:
+        if name in ("blind", "oracle"):
+            found[name] = baseline_records(name, tasks, run.env, run.sandbox)
+            continue
+        weights = policy_folder(config.checkpoint) if name == "trained" else run.weights
+        with build(replace(run, weights=weights)) as built:
+            found[name] = built.actor.evaluate(built.params, 0, tasks, config.temperature)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    config = parse(EvaluateConfig, argv, prog="python -m experiments.evaluate")
+    print(format_config(config), flush=True)
+    began = time.monotonic()
+    save_config(config, config.run_dir)
+    found = evaluate(config)
+    for name, records in found.items():
+        write_records(config.run_dir, name, records)
+    write_summary(config.run_dir, found, steps=0, wall_seconds=time.monotonic() - began)
+    show(found)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,205 @@
+"""Trains a Fast Ask policy: questions about workbooks, GRPO advantages, the clipped objective.
+
+    python -m experiments.fast_ask --run-dir runs/tiny --preset tiny
+    python -m experiments.fast_ask --run-dir runs/tiny --preset tiny --resume true
+
+Everything that decides the run is in `Config`; `--help` lists it and `--show-config true` prints it
+resolved.  The run directory then holds config.json, metrics.jsonl, traces.jsonl, summary.json,
+reward.png, checkpoints/ and policy/ (the trained weights, for `fastask ask --checkpoint RUN`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
+from envs.fast_ask.env import FastAskConfig
+from envs.fast_ask.tools import TOOLS
+from envs.pool import EnvPool, PoolConfig
+from envs.sandbox import SandboxConfig
+from experiments.config import format_config, option, parse, run_main, save_config
+from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
+from fastask_jax.loop import Actor, LoopConfig, Record, Trainer, read_records, write_records
+from fastask_jax.model import PRESETS, ModelConfig, load_params, save_params
+from fastask_jax.model.tokenizers import load_tokenizer, shipped_weights
+from fastask_jax.policies.baselines import baseline_records
+from fastask_jax.report.metrics import read_metrics
+from fastask_jax.report.plots import plot_run
+from fastask_jax.report.summary import write_summary
+from fastask_jax.report.tables import closing_table, group_table
+from fastask_jax.rollout.chat import ChatFormat
+from fastask_jax.rollout.engine import Engine, EngineConfig
+from fastask_jax.rollout.scheduler import RolloutConfig
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Which questions are asked."""
+
+    scale: str = option("tiny", "tiny (tables of about 8 to 20 rows) or standard")
+    difficulties: tuple[str, ...] = option(DIFFICULTIES, "easy, medium, hard; dealt equally")
+    seed: int = option(0, "seed of the training tasks")
+
+    def stream(self, split: str, seed: int | None = None) -> TaskStream:
+        seed = self.seed if seed is None else seed
+        return TaskStream(
+            StreamConfig(split, self.scale, difficulties=self.difficulties, seed=seed)
+        )
+
+    def __post_init__(self) -> None:
+        self.stream("train")  # checks the names
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    run_dir: Path = option(Path("runs/fast-ask"), "where everything is kept")
+    resume: bool = option(False, "go on from the last committed checkpoint, if there is one")
+    model: str = option("tiny", "model preset; the weights must have its shape")
+    weights: Path | None = option(None, "folder of the base weights; none takes the shipped ones")
+    tasks: TaskConfig = option(TaskConfig(), "")
+    env: FastAskConfig = option(FastAskConfig(prompt="short"), "")
+    loop: LoopConfig = option(LoopConfig(), "")
+    objective: Objective = option(Objective(), "")
+    optimizer: OptimizerConfig = option(OptimizerConfig(), "")
+    rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
+    engine: EngineConfig = option(EngineConfig(slots=128, max_len=768), "")
+    pack: PackConfig = option(PackConfig((512, 768), 4), "")
+    pool: PoolConfig = option(PoolConfig(), "")
+    sandbox: SandboxConfig = option(SandboxConfig(), "")
+
+    def __post_init__(self) -> None:
+        if self.model not in PRESETS:
+            raise ValueError(f"model is one of {', '.join(PRESETS)}, not {self.model!r}")
+        if self.rollout.temperature != self.objective.temperature:
+            raise ValueError(
+                f"rollout.temperature ({self.rollout.temperature}) and objective.temperature "
+                f"({self.objective.temperature}) must be equal: one distribution"
+            )
+        if max(self.pack.row_lengths) < self.engine.max_len:
+            raise ValueError(
+                f"pack.row_lengths must reach engine.max_len ({self.engine.max_len}), so that "
+                "every trajectory fits into a row"
+            )
+
+
+PRESET_CONFIGS = {
+    "tiny": Config(
+        loop=LoopConfig(steps=120, batch_size=128, eval_every=20, save_every=10),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5),
+    ),
+    # The settings of the Fast Ask post: 100 steps, batch 256, 8 rollouts a task, evaluation
+    # every 20 steps on 128 tasks, thinking off.
+    "qwen3.5-35b-a3b": Config(
+        model="qwen3.5-35b-a3b",
+        tasks=TaskConfig("standard"),
+        env=FastAskConfig(prompt="full"),
+        loop=LoopConfig(steps=100, batch_size=256, group_size=8, eval_every=20, eval_tasks=128),
+        optimizer=OptimizerConfig(learning_rate=1e-6, weight_decay=0.01),
+        rollout=RolloutConfig(max_turn_tokens=2048, max_tokens=16_384, tools_in_prompt=True),
+        engine=EngineConfig(slots=256, max_len=32_768, append_buckets=(64, 512, 2048)),
+        pack=PackConfig((8192, 32_768), 1),
+        pool=PoolConfig(workers=16),
+    ),
+}
+
+
+@dataclass
+class Built:
+    """A policy and what it acts with."""
+
+    model: ModelConfig
+    params: Any
+    actor: Actor
+
+
+@contextmanager
+def build(config: Config) -> Iterator[Built]:
+    """Loads the policy and starts the environment pool; both end with the block.
+
+    Raises FileNotFoundError or ValueError for weights that are missing or don't fit the model.
+    """
+    wanted = PRESETS[config.model]
+    source = config.weights or shipped_weights(config.model)
+    model, params = load_params(source)
+    model = replace(model, scan_unroll=wanted.scan_unroll, delta_chunk=wanted.delta_chunk)
+    if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
+        raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
+    chat = ChatFormat(load_tokenizer(source))
+    settings = (config.env, config.sandbox)
+    with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
+        engine = Engine(model, config.engine, chat.stop_id)
+        yield Built(model, params, Actor(engine, chat, pool, TOOLS, config.rollout))
+
+
+def train(
+    config: Config, on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
+) -> dict[str, list[Record]]:
+    """Runs the config; returns the held-out records of blind, base, trained and oracle."""
+    began = time.monotonic()
+    save_config(config, config.run_dir)
+    heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
+    with build(config) as built:
+        trainer = Trainer(
+            config=config.loop,
+            run_dir=config.run_dir,
+            step_fn=make_train_step(
+                built.model,
+                config.objective,
+                config.optimizer,
+                micro_batch_rows=config.pack.micro_batch_rows,
+            ),
+            pack_config=config.pack,
+            actor=built.actor,
+            stream=config.tasks.stream("train"),
+            eval_tasks=heldout,
+            on_eval=on_eval,
+        )
+        state = trainer.run(built.params, config.resume)
+        save_params(config.run_dir / "policy", built.model, state.params)
+        policies: dict[str, list[Record]] = {}
+        if heldout:
+            policies = {
+                "blind": baseline_records("blind", heldout, config.env, config.sandbox),
+                "base": read_records(config.run_dir, "step_00000"),
+                "trained": read_records(config.run_dir, f"step_{config.loop.steps:05d}"),
+                "oracle": baseline_records("oracle", heldout, config.env, config.sandbox),
+            }
+            for name in ("blind", "oracle"):
+                write_records(config.run_dir, name, policies[name])
+    write_summary(
+        config.run_dir, policies, steps=config.loop.steps, wall_seconds=time.monotonic() - began
+    )
+    references = {}
+    if policies:
+        references = {"blind": sum(r["correct"] for r in policies["blind"]) / len(heldout)}
+    plot_run(
+        read_metrics(config.run_dir),
+        config.run_dir / "reward.png",
+        title=f"Fast Ask, {config.model} policy, {config.tasks.scale} workbooks",
+        references=references,
+    )
+    return policies
+
+
+def show(policies: dict[str, list[Record]]) -> None:
+    """Prints the closing tables."""
+    if policies:
+        print(closing_table(policies).text(), group_table(policies).text(), sep="\n\n")
+
+
+def main(argv: list[str]) -> None:
+    config = parse(Config, argv, presets=PRESET_CONFIGS, prog="python -m experiments.fast_ask")
+    print(format_config(config), flush=True)
+    show(train(config))
+    print(f"\nrun directory: {config.run_dir} (reward.png, metrics.jsonl, traces.jsonl, policy/)")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,298 @@
+"""The synchronous training loop: tasks -> rollouts -> advantages -> one update, and again.
+
+Deterministic: step n takes the next tasks of the stream, samples with a seed made of the run's
+seed and n, and trains on exactly what it sampled.  So a run that was killed and resumed from
+its last committed checkpoint is the run that was never interrupted.  Evaluation shares the
+engine, the weights and the decoding mode of training.
+
+Left out: what is trained (the caller builds model, tasks, pool and objective), asynchronous
+rollouts, and plots (`fastask_jax.report`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.core import ToolSpec
+from fastask_jax._exit import resumable
+from fastask_jax.learn import Objective, PackConfig, TrainState, TrainStep, advantages, pack
+from fastask_jax.learn import has_signal, results
+from fastask_jax.learn.checkpoint import Checkpointer
+from fastask_jax.report import metrics as names
+from fastask_jax.report.jsonl import plain
+from fastask_jax.report.metrics import MetricsWriter, eval_values
+from fastask_jax.report.progress import Progress
+from fastask_jax.report.summary import summarize
+from fastask_jax.report.traces import TraceWriter
+from fastask_jax.rollout.chat import ChatFormat
+from fastask_jax.rollout.engine import Engine
+from fastask_jax.rollout.pools import Pool
+from fastask_jax.rollout.scheduler import RolloutConfig, RolloutStats, rollout
+from fastask_jax.rollout.transcript import Trajectory
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """The run's length and its batches.
+
+    steps: updates.  batch_size: rollouts of a step; a multiple of group_size.
+    group_size: copies of a task, the group that advantages are centred in.
+    refill_rounds: how often groups without signal (all rewards equal) are replaced by new tasks
+        within a step.
+    eval_every: steps between evaluations; one is made before the first step and after the last.
+    eval_tasks: held-out tasks of an evaluation; 0 makes none.
+    save_every: steps between checkpoints.  traces: trajectories a step written to traces.jsonl.
+    """
+
+    steps: int = 100
+    batch_size: int = 256
+    group_size: int = 8
+    refill_rounds: int = 0
+    eval_every: int = 20
+    eval_tasks: int = 128
+    save_every: int = 20
+    traces: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "group_size", "eval_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"loop.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("refill_rounds", "eval_tasks", "traces"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loop.{name} must be 0 or more, not {getattr(self, name)}")
+        if self.batch_size % self.group_size:
+            near = max(1, round(self.batch_size / self.group_size)) * self.group_size
+            raise ValueError(
+                f"loop.batch_size ({self.batch_size}) must be a multiple of loop.group_size "
+                f"({self.group_size}); {near} is"
+            )
+
+
+@dataclass
+class Actor:
+    """Everything that turns weights and tasks into trajectories."""
+
+    engine: Engine
+    chat: ChatFormat
+    pool: Pool
+    tools: tuple[ToolSpec, ...]
+    config: RolloutConfig
+
+    def run(
+        self,
+        params: Any,
+        version: int,
+        tasks: Sequence[Any],
+        copies: int,
+        seed: str,
+        stats: RolloutStats | None = None,
+        temperature: float | None = None,
+    ) -> list[Trajectory]:
+        config = self.config
+        if temperature is not None:
+            config = replace(config, temperature=temperature)
+        return rollout(
+            self.engine, params, version, tasks, copies, self.pool, self.chat,
+            seed=seed, config=config, tools=self.tools, stats=stats,
+        )  # fmt: skip
+
+    def evaluate(
+        self, params: Any, version: int, tasks: Sequence[Any], temperature: float | None = None
+    ) -> list[Record]:
+        """One rollout of each task, as records for `report.summary`.
+
+        Each task is sampled with its own seed, the same at every evaluation.  Raises
+        RuntimeError when an episode failed for reasons of its own: no score is better than a
+        wrong one.
+        """
+        found = self.run(params, version, tasks, 1, "evaluation", temperature=temperature)
+        for trajectory in found:
+            if not trajectory.valid:
+                raise RuntimeError(f"evaluation of {trajectory.task_id}: {trajectory.error}")
+        return [record(t) for t in found]
+
+
+def record(trajectory: Trajectory) -> Record:
+    """What reports need to know of a scored episode."""
+    score = trajectory.score
+    if score is None:
+        raise ValueError(f"{trajectory.task_id} has no score")
+    info = score.info
+    return {
+        **{key: info[key] for key in ("task", "type", "family", "difficulty", "answer", "truth")},
+        "correct": bool(score.parts["correct"]),
+        "reward": score.total,
+        "parts": dict(score.parts),
+        "turns": info["turns"],
+        "cells": info["cells"],
+        "tool_calls": info["tool_calls"],
+        "malformed": info["malformed"],
+        "tokens": trajectory.sampled,
+        "seconds": trajectory.seconds,
+        "stop_reason": trajectory.stop_reason,
+    }
+
+
+@dataclass
+class Trainer:
+    """One run.  `stream` deals tasks by `take(count)` and has an int `cursor`."""
+
+    config: LoopConfig
+    run_dir: Path
+    step_fn: TrainStep
+    pack_config: PackConfig
+    actor: Actor
+    stream: Any
+    eval_tasks: Sequence[Any]
+    on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
+    _checkpoints: Checkpointer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run_dir = Path(self.run_dir)
+        self._checkpoints = Checkpointer(self.run_dir)
+
+    @property
+    def objective(self) -> Objective:
+        return self.step_fn.objective
+
+    def run(self, params: Any, resume: bool = False) -> TrainState:
+        """Trains from `params`, or on from the last committed checkpoint; returns the state.
+
+        Raises FileExistsError when the run directory holds a run and `resume` is false.
+        """
+        state, done = self.step_fn.init(params), None
+        if resume and self._checkpoints.latest() is not None:
+            restored = self._checkpoints.restore(self.step_fn.abstract(params))
+            state, done = restored.state, int(restored.host_state["step"])
+            self.stream.cursor = int(restored.host_state["cursor"])
+        with (
+            self._checkpoints,
+            MetricsWriter(self.run_dir, self._kept(done, resume)) as metrics,
+            TraceWriter(self.run_dir, self._kept(done, resume)) as traces,
+            Progress(self.config.steps, done or 0) as progress,
+            resumable(self.run_dir),
+        ):
+            if done is None:
+                metrics.write(0, self._evaluate(state, 0, progress))
+                self._save(0, state)
+            for step in range((done or 0) + 1, self.config.steps + 1):
+                state, values = self._step(step, state, traces)
+                if step % self.config.eval_every == 0 or step == self.config.steps:
+                    values |= self._evaluate(state, step, progress)
+                metrics.write(step, values)
+                progress.update(step, values)
+                if step % self.config.save_every == 0 or step == self.config.steps:
+                    self._save(step, state)
+        return state
+
+    @staticmethod
+    def _kept(done: int | None, resume: bool) -> int | None:
+        """The step after which lines of an earlier try are cut off (-1: all of them)."""
+        return -1 if done is None and resume else done
+
+    def _save(self, step: int, state: TrainState) -> None:
+        self._checkpoints.save(step, state, {"step": step, "cursor": self.stream.cursor})
+
+    def _step(
+        self, step: int, state: TrainState, traces: TraceWriter
+    ) -> tuple[TrainState, dict[str, Any]]:
+        began = time.monotonic()
+        stats = RolloutStats()
+        useful, dull = self._collect(step, state, stats)
+        batch = useful + dull
+        rolled = time.monotonic()
+        valid = [t for t in batch if t.valid]
+        if not valid:
+            raise RuntimeError(f"step {step}: all {len(batch)} rollouts failed: {batch[0].error}")
+        useful = [t for t in useful if t.valid]
+        if useful:
+            state, learned = self.step_fn(state, pack(useful, self.pack_config))
+            values: dict[str, Any] = results(learned)
+        else:
+            values = {}
+        for trajectory in batch[: self.config.traces]:
+            traces.write({"step": step, **trajectory.to_json(self.actor.chat)})
+        records = [record(t) for t in valid]
+        tokens = sum(len(t) for t in valid)
+        seconds = time.monotonic() - began
+        values |= {
+            names.REWARD: float(np.mean([r["reward"] for r in records])),
+            names.ACCURACY: float(np.mean([r["correct"] for r in records])),
+            names.TURNS: float(np.mean([r["turns"] for r in records])),
+            names.TOKENS_PER_SECOND: tokens / seconds,
+            "train/cells": float(np.mean([r["cells"] for r in records])),
+            "train/malformed_calls": float(np.mean([r["malformed"] for r in records])),
+            "train/sampled_tokens": stats.sampled_tokens,
+            "train/failed": len(batch) - len(valid),
+            "train/with_signal": len(useful) / len(valid),
+            "train/version": int(state.version),
+            "time/rollout": rolled - began,
+            "time/learn": seconds - (rolled - began),
+        }
+        for name in records[0]["parts"]:
+            values[f"train/{name}"] = float(np.mean([r["parts"][name] for r in records]))
+        return state, values
+
+    def _collect(
+        self, step: int, state: TrainState, stats: RolloutStats
+    ) -> tuple[list[Trajectory], list[Trajectory]]:
+        """The step's rollouts with their advantages: groups with signal, groups without.
+
+        The latter teach nothing, but the batch's averages are over them too.
+        """
+        copies = self.config.group_size
+        wanted = self.config.batch_size // copies
+        kept: list[Trajectory] = []
+        spare: list[Trajectory] = []
+        for attempt in range(self.config.refill_rounds + 1):
+            missing = wanted - len(kept) // copies
+            if not missing:
+                break
+            seed = f"{self.config.seed}/{step}/{attempt}"
+            tasks = self.stream.take(missing)
+            found = self.actor.run(state.params, int(state.version), tasks, copies, seed, stats)
+            values = advantages(
+                [t.reward for t in found],
+                [t.group for t in found],
+                [t.valid for t in found],
+                self.objective.advantage,
+            )
+            signal = has_signal(values, [t.group for t in found])
+            for trajectory, value, keep in zip(found, values, signal, strict=True):
+                trajectory.advantage = float(value)
+                (kept if keep else spare).append(trajectory)
+        return kept, spare[: wanted * copies - len(kept)]
+
+    def _evaluate(self, state: TrainState, step: int, progress: Progress) -> dict[str, Any]:
+        if not self.eval_tasks:
+            return {}
+        records = self.actor.evaluate(state.params, int(state.version), self.eval_tasks)
+        write_records(self.run_dir, f"step_{step:05d}", records)
+        self.on_eval(step, records)
+        summary = summarize(records)
+        progress.note(
+            f"evaluation at step {step}: exact match {summary['exact_match']:.1%} "
+            f"({summary['low']:.1%} to {summary['high']:.1%}), reward {summary['mean_reward']:.3f}"
+        )
+        return eval_values(summary)
+
+
+def write_records(run_dir: Path, name: str, records: Sequence[Record]) -> None:
+    """Keeps an evaluation's records in `RUN/evals/NAME.json`."""
+    path = Path(run_dir) / "evals" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plain(list(records))) + "\n", "utf-8")
+
+
+def read_records(run_dir: Path, name: str) -> list[Record]:
+    return json.loads((Path(run_dir) / "evals" / f"{name}.json").read_text("utf-8"))
