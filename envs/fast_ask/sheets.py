@@ -146,7 +146,11 @@ def _revenue_tables(world: RevenueWorld) -> list[Table]:
         (
             "FXRates",
             "month currency usd_rate",
-            [(month, currency, rate / 100) for (month, currency), rate in world.rates.items()],
+            # 1, not 1.0, as a file would hold it
+            [
+                (m, c, rate / 100 if rate % 100 else rate // 100)
+                for (m, c), rate in world.rates.items()
+            ],
         ),
         (
             "Targets",

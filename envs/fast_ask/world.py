@@ -168,9 +168,14 @@ class RevenueWorld(Monthly):
             region = regions[int(random() * some_regions)]
             orders.append(
                 Order(
-                    f"O{scale.first_id + i}", customer, region, day[offset], shipped,
-                    tuple(lines), cents,
-                )  # fmt: skip
+                    f"O{scale.first_id + i}",
+                    customer,
+                    region,
+                    day[offset],
+                    shipped,
+                    tuple(lines),
+                    cents,
+                )
             )
             if shipped and random() < 0.35:
                 refund = max(1, int(cents * (0.05 + 0.6 * random())))
