@@ -63,7 +63,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
         if name in ("blind", "oracle"):
             found[name] = baseline_records(name, tasks, run.env, run.sandbox)
             continue
-        weights = policy_folder(config.checkpoint) if name == "trained" else run.weights
+        weights = run.weights
+        if name == "trained" and config.checkpoint is not None:
+            weights = policy_folder(config.checkpoint)
         with build(replace(run, weights=weights)) as built:
             found[name] = built.actor.evaluate(built.params, 0, tasks, config.temperature)
     return found

@@ -27,6 +27,7 @@ from itertools import count, islice
 from pathlib import Path
 from queue import Full
 from random import Random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,16 @@ from transformers import PreTrainedTokenizerFast
 from envs.fast_ask import StreamConfig
 from envs.fast_ask.env import FastAskConfig
 from experiments.config import format_config, option, parse, run_main, save_config
-from experiments.tiny_corpus import train_tokenizer, transcripts
+from experiments.tiny_corpus import Piece, train_tokenizer, transcripts
 from fastask_jax.learn._tmp_ckpt import Checkpointer
-from fastask_jax.model import PRESETS, forward, init_params, load_balance_loss, save_params
-from fastask_jax.model import unembedding
+from fastask_jax.model import (
+    PRESETS,
+    forward,
+    init_params,
+    load_balance_loss,
+    save_params,
+    unembedding,
+)
 from fastask_jax.model.tokenizers import TINY, TOKENIZERS
 from kernels.linear_logprob import linear_logprob
 
@@ -73,7 +80,7 @@ class Config:
         return self.tokens // (self.rows * self.row_length)
 
 
-def encode(tokenizer: Tokenizer, pieces) -> tuple[np.ndarray, np.ndarray]:
+def encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     """(ids, sampled): the pieces encoded one by one, as a rollout does."""
     encoded = tokenizer.encode_batch_fast([t for t, _ in pieces], add_special_tokens=False)
     ids = [np.asarray(e.ids, np.int32) for e in encoded]
@@ -112,7 +119,9 @@ def batches(config: Config, start: int) -> Iterator[dict[str, np.ndarray]]:
             parts = parts[: config.transcripts // 2]
             while sum(len(ids) for ids, _ in parts) < 0.9 * room:
                 parts.append(drill(rng, values, rng.randint(8, 40)))
-        batch = {k: np.zeros(shape, np.int32) for k in ("tokens", "positions", "segments")}
+        batch: dict[str, np.ndarray] = {
+            name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")
+        }
         sampled_at = np.zeros(shape, bool)
         used, segments = [0] * config.rows, [0] * config.rows
         # Longest first into the first row with room; what fits nowhere is left out.
@@ -128,12 +137,12 @@ def batches(config: Config, start: int) -> Iterator[dict[str, np.ndarray]]:
             sampled_at[place] = sampled
             used[row] += len(ids)
         places = np.flatnonzero(sampled_at)[: room // 2] - 1
-        batch["predict"] = np.resize(places, room // 2).astype(np.int32)
+        batch["predict"] = np.resize(places, (room // 2,)).astype(np.int32)
         batch["weights"] = (np.arange(room // 2) < len(places)).astype(np.float32)
         yield batch
 
 
-def _produce(config: Config, start: int, queue) -> None:
+def _produce(config: Config, start: int, queue: Any) -> None:
     parent = os.getppid()
     for batch in batches(config, start):
         while True:
@@ -230,8 +239,8 @@ def main(config: Config) -> int:
 
 def write_tokenizer(config: Config) -> int:
     """Trains the tokenizer on 12,000 transcripts and saves it with the chat template."""
-    source = islice(transcripts(StreamConfig(seed=config.seed), FastAskConfig(prompt="short")), 12_000)
-    texts = ["".join(t for t, _ in pieces) for pieces in source]
+    source = transcripts(StreamConfig(seed=config.seed), FastAskConfig(prompt="short"))
+    texts = ["".join(t for t, _ in pieces) for pieces in islice(source, 12_000)]
     backend = train_tokenizer(texts, config.vocab_size)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -38,7 +38,10 @@ SPECIAL_TOKENS = (
 # Years, month and day parts, two-digit groups, capitalised words and the left halves of ranges
 # stand alone, so that a value is the same few tokens in a question, a cell, code and an answer.
 # All other runs, blanks included, may merge: code and wordings come out short.
-SPLIT = r"![A-Z]{1,3}[0-9]{0,7}:|20[0-9]{2}(?=-)|-[0-9]{2}(?![0-9])|[0-9]{1,2}|[A-Z][A-Za-z]*|[^A-Z0-9]+"
+SPLIT = (
+    r"![A-Z]{1,3}[0-9]{0,7}:|20[0-9]{2}(?=-)|-[0-9]{2}(?![0-9])|[0-9]{1,2}"
+    r"|[A-Z][A-Za-z]*|[^A-Z0-9]+"
+)
 
 
 def _call_text(call: ToolCall) -> str:

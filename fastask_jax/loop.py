@@ -22,8 +22,16 @@ import numpy as np
 
 from envs.core import ToolSpec
 from fastask_jax._exit import resumable
-from fastask_jax.learn import Objective, PackConfig, TrainState, TrainStep, advantages, pack
-from fastask_jax.learn import has_signal, results
+from fastask_jax.learn import (
+    Objective,
+    PackConfig,
+    TrainState,
+    TrainStep,
+    advantages,
+    has_signal,
+    pack,
+    results,
+)
 from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.report import metrics as names
 from fastask_jax.report.jsonl import plain

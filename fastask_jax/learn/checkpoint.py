@@ -140,8 +140,9 @@ class Checkpointer:
         """The state and host state of `step` (default: the latest).
 
         abstract: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays, or what
-        `jax.typeof` gives); arrays go where its shardings say, else to the first device.  Raises CheckpointError when there is no such checkpoint, when
-        its files are damaged, or when it was saved from other shapes.
+        `jax.typeof` gives); arrays go where its shardings say, else to the first device.
+        Raises CheckpointError when there is no such checkpoint, when its files are damaged, or
+        when it was saved from other shapes.
         """
         self.wait()
         known = self.steps()
@@ -221,7 +222,8 @@ def key_to_json(key: Array) -> dict[str, Any]:
 
 def key_from_json(value: dict[str, Any]) -> Array:
     """The RNG key that `key_to_json` wrote."""
-    return jax.random.wrap_key_data(np.array(value["data"], np.uint32), impl=value["impl"])
+    data = jax.numpy.asarray(np.array(value["data"], np.uint32))
+    return jax.random.wrap_key_data(data, impl=value["impl"])
 
 
 def _committed_steps(directory: Path) -> list[int]:

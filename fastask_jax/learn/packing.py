@@ -17,12 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
+
+# A batch holds NumPy arrays on the host, JAX arrays of the same shapes inside a jitted function.
+AnyArray = Any
 
 # Rounding in a sampler's softmax can lift the logprob of a certain token just above 0.
 LOGPROB_SLACK = 1e-3
@@ -114,15 +117,15 @@ class Batch:
     proximal_logprobs, reference_logprobs: float32, only for objectives that use them.
     """
 
-    tokens: Int[NDArray, "*rows length"]
-    positions: Int[NDArray, "*rows length"]
-    segment_ids: Int[NDArray, "*rows length"]
-    mask: Bool[NDArray, "*rows length"]
-    behaviour_logprobs: Float[NDArray, "*rows length"]
-    advantages: Float[NDArray, "*rows length"]
-    versions: Int[NDArray, "*rows length"]
-    proximal_logprobs: Float[NDArray, "*rows length"] | None = None
-    reference_logprobs: Float[NDArray, "*rows length"] | None = None
+    tokens: Int[AnyArray, "*rows length"]
+    positions: Int[AnyArray, "*rows length"]
+    segment_ids: Int[AnyArray, "*rows length"]
+    mask: Bool[AnyArray, "*rows length"]
+    behaviour_logprobs: Float[AnyArray, "*rows length"]
+    advantages: Float[AnyArray, "*rows length"]
+    versions: Int[AnyArray, "*rows length"]
+    proximal_logprobs: Float[AnyArray, "*rows length"] | None = None
+    reference_logprobs: Float[AnyArray, "*rows length"] | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Scores(NamedTuple):
 
 
 # (params, tokens, positions, segment_ids, temperature) -> Scores
-ScoreFn = Callable[[Params, Array, Array, Array, Float[Array, ""]], Scores]
+ScoreFn = Callable[[Params, Array, Array, Array, Float[Array, ""] | float], Scores]
 
 
 def score_fn(model: Any) -> ScoreFn:

@@ -64,7 +64,7 @@ class OptimizerConfig:
     def transformation(self, step: Int[Array, ""] | int = 0) -> optax.GradientTransformation:
         """Clip and AdamW as an optax transformation for the update after `step` updates."""
         return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),  # type: ignore[arg-type]
+            optax.clip_by_global_norm(self.max_grad_norm),
             optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
             optax.add_decayed_weights(
                 self.weight_decay, mask=partial(jax.tree_util.tree_map_with_path, _is_matrix)

@@ -45,7 +45,9 @@ class GatedAttention(nnx.Module):
         self.q_norm = declare((size,), (None,), constant(0.0))
         self.k_norm = declare((size,), (None,), constant(0.0))
 
-    def _project(self, x: jax.Array, rotary: Rotary):
+    def _project(
+        self, x: jax.Array, rotary: Rotary
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """`x [B, T, D]` -> queries, output gates `[B, T, H, K]`, keys, values `[B, T, G, K]`."""
 
         def heads(kernel: jax.Array) -> jax.Array:

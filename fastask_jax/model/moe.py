@@ -116,10 +116,10 @@ def _top_k(probabilities: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return indices, values
     # A few masked argmaxes are elementwise work; a sort of a short axis is not.
     remaining = jax.lax.stop_gradient(probabilities)
-    indices = []
+    picked = []
     for _ in range(k):
         best = jnp.argmax(remaining, axis=-1)
-        indices.append(best)
+        picked.append(best)
         remaining = jnp.where(best[:, None] == jnp.arange(experts), -1.0, remaining)
-    chosen = jnp.stack(indices, axis=-1)
+    chosen = jnp.stack(picked, axis=-1)
     return chosen, jnp.sum(_one_hot(chosen, experts) * probabilities[:, None, :], axis=-1)

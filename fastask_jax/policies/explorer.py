@@ -8,7 +8,7 @@ and copying work; which of its habits pay is left for reinforcement learning to 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from random import Random
 
@@ -112,7 +112,9 @@ class ExplorerPolicy:
             text = self._guess(task)
         yield self._answer(text)
 
-    def _attempt(self, solve, task: Task) -> Generator[Reply, list[str], str | None]:
+    def _attempt(
+        self, solve: Callable[[str, Ask], Program], task: Task
+    ) -> Generator[Reply, list[str], str | None]:
         """Runs a program, more or less the right one; returns what it printed, or None."""
         habits = self.habits
         kind, ask = task.type, task.ask

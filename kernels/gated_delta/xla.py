@@ -50,7 +50,7 @@ def gated_delta(
     cumulative = jnp.cumsum(log_decay, axis=-1)
     if segment_ids is None:
         related = lower
-        reads_state, feeds_state, keeps_state = True, True, True
+        reads_state = feeds_state = keeps_state = jnp.array(True)
     else:
         run, before = _runs(segment_ids, pad, chunk)
         related = lower & (run[..., :, None] == run[..., None, :])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from kernels.grouped_matmul import reference, xla
 
 __all__ = ["grouped_matmul"]
 
-_IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "reference": reference.grouped_matmul,
+    "xla": xla.grouped_matmul,
+}
 
 
 def grouped_matmul(

@@ -13,7 +13,9 @@ from jax import numpy as jnp
 _BLOCK = 64
 
 
-def _layout(rows: int, groups: int, sizes: jax.Array):
+def _layout(
+    rows: int, groups: int, sizes: jax.Array
+) -> tuple[int, int, jax.Array, jax.Array]:
     """Where each row goes among the padded blocks, and which group each block belongs to."""
     block = min(_BLOCK, max(8, rows // groups // 8 * 8))
     blocks = -(-rows // block) + groups

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import numpy as jnp
 
@@ -13,7 +15,10 @@ from kernels.linear_logprob import reference, xla
 
 __all__ = ["linear_logprob"]
 
-_IMPLEMENTATIONS = {"reference": reference.linear_logprob, "xla": xla.linear_logprob}
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array, jax.Array]]] = {
+    "reference": reference.linear_logprob,
+    "xla": xla.linear_logprob,
+}
 
 
 def linear_logprob(
@@ -49,10 +54,10 @@ def linear_logprob(
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
     lead = ids.shape
-    flat = _IMPLEMENTATIONS[name](
+    logprob, entropy, lse = _IMPLEMENTATIONS[name](
         hidden.reshape(-1, hidden.shape[-1]),
         head,
         ids.reshape(-1),
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), lead).reshape(-1),
     )
-    return tuple(x.reshape(lead) for x in flat)  # type: ignore[return-value]
+    return logprob.reshape(lead), entropy.reshape(lead), lse.reshape(lead)

@@ -45,7 +45,9 @@ def linear_logprob(
     return _forward(hidden, head, ids, temperature)[0]
 
 
-def _forward(hidden: jax.Array, head: jax.Array, ids: jax.Array, temperature: jax.Array):
+def _forward(
+    hidden: jax.Array, head: jax.Array, ids: jax.Array, temperature: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
     tokens, vocab = hidden.shape[0], head.shape[1]
     columns = jnp.arange(vocab, dtype=ids.dtype)
 
