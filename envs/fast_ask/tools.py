@@ -16,6 +16,7 @@ from envs.workbook import Area, RangeError, Sheet, Workbook, parse_area
 
 MAX_CELLS = 1000
 MAX_RANGES = 50
+MAX_CELL_TEXT = 400
 
 TOOLS = (
     ToolSpec(
@@ -54,7 +55,8 @@ TOOLS = (
 
 
 def show_value(value: object) -> str:
-    """One cell as text: dates in ISO form, text quoted only where a comma would confuse."""
+    """One cell as text: dates in ISO form, text quoted only where a comma would confuse and
+    cut where it would flood the context (the Python session has all of it)."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -64,6 +66,8 @@ def show_value(value: object) -> str:
     if isinstance(value, dt.datetime):
         return value.isoformat(" ")
     text = str(value)
+    if len(text) > MAX_CELL_TEXT:
+        text = f"{text[:MAX_CELL_TEXT]}… ({len(text):,} characters)"
     if any(c in text for c in ',"\n\r'):
         return '"' + text.replace('"', '""') + '"'
     return text
@@ -131,7 +135,8 @@ class Toolbox:
         for sheet in self.book.sheets:
             used = self._used(sheet)
             color = f" #{sheet.tab_color}" if sheet.tab_color else ""
-            lines.append(f"{_quoted(sheet.name)}!{used}{color}" if used else f"{sheet.name} empty")
+            place = f"!{used}{color}" if used else " empty"
+            lines.append(_quoted(sheet.name) + place)
         return "\n".join(lines)
 
     def read(self, ranges: list[str], show: int | None = None) -> str:
@@ -158,7 +163,7 @@ class Toolbox:
     def _resolve(self, text: str) -> tuple[Sheet, Area | None]:
         name, area, is_open = parse_area(text)
         if name is None:
-            if len(self.book.sheets) > 1:
+            if len(self.book.sheets) != 1:
                 raise RangeError(f"{text!r} names no sheet; write Sheet!{text}")
             sheet: Sheet | None = self.book.sheets[0]
         else:
