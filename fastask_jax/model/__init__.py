@@ -1,5 +1,6 @@
 """The decoder: configs, parameters, packed forward pass, cached decoding, weights in and out."""
 
+from fastask_jax.model.cache import Cache, copy_slots, extend, init_cache, reset_slots
 from fastask_jax.model.config import PRESETS, ModelConfig
 from fastask_jax.model.decoder import (
     Params,
@@ -12,12 +13,17 @@ from fastask_jax.model.weights import load_params, save_params
 
 __all__ = [
     "PRESETS",
+    "Cache",
     "ModelConfig",
     "Params",
+    "copy_slots",
+    "extend",
     "forward",
+    "init_cache",
     "init_params",
     "load_balance_loss",
     "load_params",
+    "reset_slots",
     "save_params",
     "unembedding",
 ]
