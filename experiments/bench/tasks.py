@@ -12,7 +12,6 @@ named and makes the command fail.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from envs.core import Score
 from envs.fast_ask import DIFFICULTIES, KINDS, Task, build_workbook, make_task
 from envs.fast_ask.env import FastAskConfig, FastAskEnv
 from envs.sandbox import Sandbox
+from experiments.bench.report import report
 from experiments.config import option, parse, run_main
 from fastask_jax.policies.base import run_episode
 from fastask_jax.policies.oracle import OraclePolicy
@@ -131,30 +131,26 @@ def _complaint(task: Task, score: Score) -> str:
 
 
 def main(config: Config) -> int:
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {}
     if config.oracle:
         with Sandbox() as sandbox:
             for scale in SCALES[config.scale]:
-                results[scale] = play_oracle(config, scale, sandbox)
-                r = results[scale]
+                r = results[scale] = play_oracle(config, scale, sandbox)
                 print(
                     f"{scale}: {r['exact_match']:.1f} % of {r['tasks']} tasks, at most "
                     f"{r['max_turns']} turns and {r['max_cells']} cells, {r['seconds']} s"
                 )
-        value = min(r["exact_match"] for r in results.values())
-        report = {"bench": "tasks", "mode": "oracle", "value": value, "unit": "% exact match"}
+        runs, unit = [min(r["exact_match"] for r in results.values())], "% exact match"
     else:
         for scale in SCALES[config.scale]:
-            results[scale] = measure_speed(config, scale)
-            r = results[scale]
+            r = results[scale] = measure_speed(config, scale)
             print(
                 f"{scale}: {r['rate']:,.0f} tasks/s on one core ({r['wall_rate']:,.0f} by the "
                 f"wall clock), workbooks of {r['cells'][0]:,} to {r['cells'][1]:,} cells"
             )
-        value = min(r["rate"] for r in results.values())
-        report = {"bench": "tasks", "mode": "speed", "value": value, "unit": "tasks/s"}
-    report |= {"runs": 1 if config.oracle else config.runs, "per_cell": config.count, **results}
-    print(json.dumps(report))
+        slowest = min(results.values(), key=lambda r: r["rate"])
+        runs, unit = slowest["rates"], "tasks/s"
+    report("tasks", unit, runs, oracle=config.oracle, per_cell=config.count, **results)
     return int(any(r.get("wrong") for r in results.values()))
 
 
