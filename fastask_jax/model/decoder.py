@@ -36,9 +36,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x, rotary, segment_ids):
         eps = self.cfg.rms_norm_eps
-        x = x + self.mixer(rms_norm(x, self.mixer_norm[...], eps), rotary, segment_ids)
-        out, load = self.moe(rms_norm(x, self.moe_norm[...], eps), segment_ids > 0)
-        return x + out, load
+        with jax.named_scope(type(self.mixer).__name__):
+            x = x + self.mixer(rms_norm(x, self.mixer_norm[...], eps), rotary, segment_ids)
+        with jax.named_scope("MixtureOfExperts"):
+            out, load = self.moe(rms_norm(x, self.moe_norm[...], eps), segment_ids > 0)
+            return x + out, load
 
     def extend(self, x, rotary, cache, length, counts):
         eps = self.cfg.rms_norm_eps
