@@ -9,9 +9,12 @@ Each slot keeps its last token back as *pending*: decoding feeds it and samples 
 turn of n tokens is n decode steps, and no state has to be undone when a turn ends.
 
 All shapes are fixed: decoding runs on all slots, appending on `append_rows` slots at a time in
-one of a few lengths.  A row's length bucket depends on that row alone, so what a slot computes
-doesn't depend on its company.  Only ids and logprobs come to the host.  Weights are an argument
-of each call; the engine keeps none.  Left out: eviction under memory pressure, meshes.
+one of a few lengths that depends on each row alone.  Decoding attends to the part of the cache
+that the running slots have filled, in one of a few lengths; the rest would only add exact zeros.
+So what a slot computes doesn't depend on its company.  Only ids and logprobs come to the host.
+Weights are an argument of each call; the engine keeps none.
+
+Left out: eviction under memory pressure, meshes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from fastask_jax.model import (
     ModelConfig,
-    copy_slots,
     extend,
     init_cache,
     reset_slots,
@@ -49,6 +51,8 @@ class EngineConfig:
     max_len: tokens a slot can hold, prompt and all turns together.
     append_rows: slots that one append call feeds.
     append_buckets: token counts of an append call; longer texts are fed in pieces.
+    attend_buckets: cache lengths that decoding attends to; None takes powers of two from 128.
+        Keep them multiples of 64, or sums may round differently from bucket to bucket.
     decode_steps: decode steps per call, i.e. per host round trip.
     """
 
@@ -56,18 +60,25 @@ class EngineConfig:
     max_len: int = 1024
     append_rows: int = 16
     append_buckets: tuple[int, ...] = (16, 64, 256)
+    attend_buckets: tuple[int, ...] | None = None
     decode_steps: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "append_buckets", tuple(self.append_buckets))
         for name in ("slots", "max_len", "append_rows", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"EngineConfig.{name} must be at least 1, not {getattr(self, name)}"
                 )
-        buckets = self.append_buckets
-        if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
-            raise ValueError(f"EngineConfig.append_buckets must rise from 1 up, not {buckets}")
+        if self.attend_buckets is None:
+            powers = tuple(1 << n for n in range(7, self.max_len.bit_length()))
+            object.__setattr__(self, "attend_buckets", powers)
+        for name in ("append_buckets", "attend_buckets"):
+            buckets = tuple(getattr(self, name))
+            if name == "attend_buckets":
+                buckets = (*(b for b in buckets if b < self.max_len), self.max_len)
+            object.__setattr__(self, name, buckets)
+            if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
+                raise ValueError(f"EngineConfig.{name} must rise from 1 up, not {buckets}")
 
 
 @dataclass(frozen=True)
@@ -110,10 +121,16 @@ class Engine:
         self._pending = np.zeros(config.slots, np.int32)
         self._rows = min(config.append_rows, config.slots)
         self._cache = init_cache(model, slots=config.slots, max_len=config.max_len)
-        axes = slot_axes(model, config.max_len)
+        axes, lengthwise = cache_axes(model, config.max_len)
         self._append = self._jit("append", partial(_append, model, axes))
-        self._share = self._jit("share", _share, cache_argument=0)
-        self._decode = self._jit("decode", partial(_decode, model, config.decode_steps, stop_id))
+        self._share = self._jit("share", partial(_share, axes), cache_argument=0)
+        self._decode = {
+            attend: self._jit(
+                "decode",
+                partial(_decode, model, lengthwise, attend, config.decode_steps, stop_id),
+            )
+            for attend in config.attend_buckets or ()
+        }
 
     def _jit(self, name: str, function: Callable, cache_argument: int = 1) -> Callable:
         def counted(*arguments: Any) -> Any:
@@ -176,14 +193,16 @@ class Engine:
                 self._cache = self._append(params, self._cache, slots, tokens, counts, fresh)
 
     def share(self, sources: Mapping[int, int]) -> None:
-        """Slot `target` takes the state of slot `sources[target]`."""
-        if not sources:
-            return
-        source = np.arange(self.config.slots, dtype=np.int32)
-        for target, origin in sources.items():
-            source[target] = origin
-        self._cache = self._share(self._cache, source)
-        self.lengths, self._pending = self.lengths[source], self._pending[source]
+        """Slot `target` takes the state of slot `sources[target]`; no source is a target."""
+        pairs = list(sources.items())
+        for start in range(0, len(pairs), self._rows):
+            targets = np.full(self._rows, self.config.slots, np.int32)
+            origins = np.zeros(self._rows, np.int32)
+            for row, (target, origin) in enumerate(pairs[start : start + self._rows]):
+                targets[row], origins[row] = target, origin
+                self.lengths[target] = self.lengths[origin]
+                self._pending[target] = self._pending[origin]
+            self._cache = self._share(self._cache, origins, targets)
 
     def decode(
         self, params: Params, turns: Mapping[int, Turn], temperature: float
@@ -201,7 +220,13 @@ class Engine:
                     f"slot {slot} has room for {self.room(slot)} tokens, not {turn.budget}"
                 )
             keys[slot], budgets[slot] = turn.key, turn.budget
-        self._cache, outputs = self._decode(
+        # Every step feeds one token, the pending one first; the running slots decide the bucket.
+        furthest = max(
+            int(self.lengths[slot]) - 1 + min(turn.budget, config.decode_steps)
+            for slot, turn in turns.items()
+        )
+        attend = next(bucket for bucket in self._decode if bucket >= furthest)
+        self._cache, outputs = self._decode[attend](
             params, self._cache, self._pending.copy(), keys, budgets, np.float32(temperature)
         )
         tokens, logprobs, taken, steps = jax.device_get(outputs)
@@ -219,23 +244,42 @@ class Engine:
         return results
 
 
-def slot_axes(model: ModelConfig, max_len: int) -> Any:
-    """Which axis of each cache leaf is the slot axis, found by comparing the shapes of caches
-    with one and with two slots."""
-    one, two = (
-        jax.eval_shape(partial(init_cache, model, slots=slots, max_len=max_len))
-        for slots in (1, 2)
-    )
+def cache_axes(model: ModelConfig, max_len: int) -> tuple[Any, Any]:
+    """The slot axis and the length axis of each cache leaf (-1: it has none), found by
+    comparing the shapes of caches of different sizes.  The length axis holds one entry per
+    token, as keys and values do."""
+
+    def shapes(slots: int, length: int) -> Any:
+        return jax.eval_shape(partial(init_cache, model, slots=slots, max_len=length))
 
     def axis(small: jax.ShapeDtypeStruct, large: jax.ShapeDtypeStruct) -> int:
-        differing = [
-            i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
-        ]
-        if len(differing) != 1:
-            raise ValueError(f"cache leaf of shape {large.shape} has no single slot axis")
-        return differing[0]
+        sizes = zip(small.shape, large.shape, strict=True)
+        differing = [i for i, (a, b) in enumerate(sizes) if a != b]
+        if len(differing) > 1:
+            raise ValueError(f"cache leaf of shape {large.shape} has several slot or length axes")
+        return differing[0] if differing else -1
 
-    return jax.tree.map(axis, one, two)
+    one = shapes(1, max_len)
+    by_slot = jax.tree.map(axis, one, shapes(2, max_len))
+    if -1 in jax.tree.leaves(by_slot):
+        raise ValueError("every cache leaf needs a slot axis")
+    return by_slot, jax.tree.map(axis, one, shapes(1, max_len + 1))
+
+
+def _take(cache: Cache, axes: Any, slots: Int[Array, " rows"]) -> Cache:
+    return jax.tree.map(
+        lambda leaf, axis: jnp.take(leaf, slots, axis=axis, mode="clip"), cache, axes
+    )
+
+
+def _put(cache: Cache, axes: Any, slots: Int[Array, " rows"], rows: Cache) -> Cache:
+    """Rows whose slot is out of bounds are dropped."""
+
+    def put(leaf: Array, new: Array, axis: int) -> Array:
+        where = (slice(None),) * axis + (slots,)
+        return leaf.at[where].set(new, mode="drop")
+
+    return jax.tree.map(put, cache, rows, axes)
 
 
 def _append(
@@ -248,25 +292,21 @@ def _append(
     counts: Int[Array, " rows"],
     fresh: Bool[Array, " rows"],
 ) -> Cache:
-    rows = jax.tree.map(
-        lambda leaf, axis: jnp.take(leaf, slots, axis=axis, mode="clip"), cache, axes
-    )
-    rows = reset_slots(rows, fresh)
+    rows = reset_slots(_take(cache, axes, slots), fresh)
     _, rows = extend(model, params, rows, tokens, counts)
-
-    def put(leaf: Array, new: Array, axis: int) -> Array:
-        where = (slice(None),) * axis + (slots,)
-        return leaf.at[where].set(new, mode="drop")
-
-    return jax.tree.map(put, cache, rows, axes)
+    return _put(cache, axes, slots, rows)
 
 
-def _share(cache: Cache, source: Int[Array, " slots"]) -> Cache:
-    return copy_slots(cache, source)
+def _share(
+    axes: Any, cache: Cache, origins: Int[Array, " rows"], targets: Int[Array, " rows"]
+) -> Cache:
+    return _put(cache, axes, targets, _take(cache, axes, origins))
 
 
 def _decode(
     model: ModelConfig,
+    lengthwise: Any,
+    attend: int,
     steps: int,
     stop_id: int,
     params: Params,
@@ -279,6 +319,15 @@ def _decode(
     """Tokens and logprobs [steps, slots], how many of them count per slot, and steps run."""
     slots = pending.shape[0]
     head = unembedding(params)
+    whole = cache
+    # Outside of the loop: a slice inside would be copied at every step.
+    cache = jax.tree.map(
+        lambda leaf, axis: leaf
+        if axis < 0
+        else jax.lax.slice_in_dim(leaf, 0, min(attend, leaf.shape[axis]), axis=axis),
+        cache,
+        lengthwise,
+    )
 
     def running(state: tuple) -> Array:
         step, _, _, active, *_ = state
@@ -307,4 +356,12 @@ def _decode(
         jnp.zeros(slots, jnp.int32),
     )
     step, cache, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
+    cache = jax.tree.map(
+        lambda leaf, part, axis: part
+        if axis < 0
+        else jax.lax.dynamic_update_slice_in_dim(leaf, part, 0, axis=axis),
+        whole,
+        cache,
+        lengthwise,
+    )
     return cache, (tokens, logprobs, taken, step)
