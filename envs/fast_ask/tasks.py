@@ -66,7 +66,7 @@ class _Parts(NamedTuple):
     key: str
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)  # more would only give the garbage collector work
 def _parts(scale: str, kind: str, difficulty: str, seed: int, attempt: int) -> _Parts:
     key = f"{scale}/{kind}/{difficulty}/{seed}/{attempt}"
     rng = Random(key)

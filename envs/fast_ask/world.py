@@ -283,7 +283,7 @@ class InvoiceWorld:
             invoices.append(Invoice(f"INV-{base + number}", customer, day[start], due, cents))
             # Half of the invoices get paid in full, most others in part.
             events = 1 + int(random() * 2.2)
-            days = sorted(rng.sample(range(start + 1, last + 1), min(events, last - start)))
+            days = _distinct(rng, start + 1, last + 1, min(events, last - start))
             left, full = cents, random() < 0.55
             for k, offset in enumerate(days):
                 final = k == len(days) - 1
@@ -341,6 +341,18 @@ class InvoiceWorld:
             if left <= 0:
                 return day
         return None
+
+
+def _distinct(rng: Random, low: int, high: int, count: int) -> list[int]:
+    """`count` distinct numbers from low to high - 1, in order; for few of many numbers."""
+    span, getrandbits = high - low, rng.getrandbits
+    bits = span.bit_length()
+    chosen: set[int] = set()
+    while len(chosen) < count:
+        number = getrandbits(bits)
+        if number < span:
+            chosen.add(low + number)
+    return sorted(chosen)
 
 
 class Entry(NamedTuple):

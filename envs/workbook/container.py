@@ -10,6 +10,7 @@ out.  What remains is a file whose parsing is bounded by its own size.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -72,8 +73,15 @@ def open_container(path: Path, limits: Limits) -> Container:
 
 # What zipfile and zlib raise on broken archives (NotImplementedError: an unknown compression,
 # RuntimeError: an encrypted entry).
-_DAMAGE = (zipfile.BadZipFile, zipfile.zlib.error, EOFError, NotImplementedError,  # type: ignore[attr-defined]
-           RuntimeError, UnicodeDecodeError, expat.ExpatError)  # fmt: skip
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    UnicodeDecodeError,
+    expat.ExpatError,
+)
 
 
 def _check_kind(path: Path, head: bytes) -> None:

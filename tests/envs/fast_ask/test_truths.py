@@ -14,6 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.fast_ask import DIFFICULTIES, KINDS, Task, build_workbook, make_task, vocab
 from envs.workbook import Workbook
@@ -261,6 +263,12 @@ def test_truth_follows_from_question_and_workbook(kind: str) -> None:
     for difficulty in DIFFICULTIES:
         for seed in range(40):
             check(make_task(seed, kind, difficulty))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from(list(KINDS)), st.sampled_from(DIFFICULTIES))
+def test_truth_follows_for_any_seed(seed: int, kind: str, difficulty: str) -> None:
+    check(make_task(seed, kind, difficulty))
 
 
 @pytest.mark.parametrize("kind", KINDS)

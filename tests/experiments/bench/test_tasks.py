@@ -25,6 +25,7 @@ def test_every_cell_counts_the_same_and_runs_differ() -> None:
         Config(runs=0)
 
 
+@pytest.mark.slow
 def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(Config(scale="both", per_cell=1, runs=2)) == 0
     line = last_line(capsys)

@@ -40,6 +40,7 @@ def test_blind_stays_below_12_percent_on_the_held_out_tasks(blind: BlindPolicy) 
     assert right.total() / asked.total() < 0.12
 
 
+@pytest.mark.slow
 def test_blind_stays_below_12_percent_in_the_long_run(blind: BlindPolicy) -> None:
     right, asked = hits(blind, 2800, seed=1)
     assert right.total() / asked.total() < 0.12

@@ -89,6 +89,21 @@ def test_a_file_gives_the_same_episode_as_memory(
         assert transcripts[0] == transcripts[1]
 
 
+@pytest.mark.slow
+def test_a_large_file_is_solved_like_memory(env: FastAskEnv, tmp_path: Path) -> None:
+    task = make_task(12, "over_budget", "easy", "standard")
+    path = tmp_path / "book.xlsx"
+    write_xlsx(build_workbook(task), path)
+    book = read_workbook(path)
+    assert [s.rows for s in book.sheets] == [s.rows for s in build_workbook(task).sheets]
+    policy = OraclePolicy()
+    reply = policy.start(env.ask(book, task.question), TOOLS, task)
+    while reply.tool_calls:
+        reply = policy.reply(env.step(reply).messages)
+    env.close()
+    assert reply.content == f"ANSWER: {task.truth}"
+
+
 class ReadsEverything:
     """Reads sheet after sheet, as many cells as a call and as many calls as a reply allow."""
 
