@@ -150,7 +150,8 @@ def _produce(config: Config, start: int, queue: Any) -> None:
                 queue.put(batch, timeout=1.0)
                 break
             except Full:
-                if os.getppid() != parent:  # the trainer is gone
+                if os.getppid() != parent:  # the trainer is gone, and with it who empties the pipe
+                    queue.cancel_join_thread()
                     return
 
 

@@ -1,0 +1,205 @@
+"""The training loop on the real parts: exact resume, worker kills, compilations, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs.pool import PoolConfig
+from experiments.config import to_json
+from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
+from fastask_jax.learn import PackConfig, make_train_step
+from fastask_jax.loop import LoopConfig, Trainer, record
+from fastask_jax.report.metrics import read_metrics
+from fastask_jax.report.summary import read_summary
+from fastask_jax.report.traces import read_traces
+from fastask_jax.rollout.engine import EngineConfig
+from fastask_jax.rollout.scheduler import RolloutConfig
+
+ROOT = Path(__file__).parents[2]
+SAME = ("train/reward", "train/accuracy", "train/turns", "loss/policy", "optim/grad_norm")
+
+
+def small(run_dir: Path, **loop) -> Config:
+    """The shipped base on a few tasks: everything real, all of it small."""
+    settings = dict(steps=3, batch_size=12, group_size=4, eval_every=3, eval_tasks=3, save_every=1)
+    return replace(
+        PRESET_CONFIGS["tiny"],
+        run_dir=run_dir,
+        tasks=TaskConfig(difficulties=("easy",)),
+        loop=LoopConfig(**(settings | loop)),
+        rollout=RolloutConfig(max_turn_tokens=128, max_tokens=256),
+        engine=EngineConfig(slots=12, max_len=512, append_buckets=(64,), attend_buckets=(512,)),
+        pack=PackConfig((512,), 4, 4),
+        pool=PoolConfig(workers=1),
+    )
+
+
+def values(run_dir: Path) -> list[dict]:
+    """The reproducible numbers of each step."""
+    return [
+        {k: line[k] for k in line if not k.startswith("time/") and "per_second" not in k}
+        | {"eval/seconds": None}
+        for line in read_metrics(run_dir)
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    return run_dir, train(small(run_dir, steps=4))
+
+
+@pytest.mark.slow
+def test_a_run_leaves_what_the_design_says(finished):
+    run_dir, policies = finished
+    assert [line["step"] for line in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
+    summary = read_summary(run_dir)
+    assert set(summary["policies"]) == {"blind", "base", "trained", "oracle"}
+    assert summary["policies"]["oracle"]["exact_match"] == 1.0
+    assert (run_dir / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert (run_dir / "policy" / "config.json").exists()
+    assert all(t["step"] for t in read_traces(run_dir))
+    assert len(policies["trained"]) == 3
+
+
+def start(config: Config, *extra: str) -> subprocess.Popen:
+    """The run as a process of its own."""
+    flags = [f"--{k}={v}" for k, v in flat(json.loads(to_json(config))).items()]
+    command = [sys.executable, "-m", "experiments.fast_ask", *flags, *extra]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, str]:
+    out: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            out[prefix + key] = text.lower() if isinstance(value, bool) else text
+    return out
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume_equals_an_uninterrupted_run(finished, tmp_path):
+    config = small(tmp_path / "run", steps=4)
+    process = start(config)
+    metrics = config.run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") >= 3:
+            break
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(read_metrics(config.run_dir)) < 5, "it was killed in the middle"
+    resumed = start(config, "--resume=true")
+    _, error = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, error
+    assert values(config.run_dir) == values(finished[0])
+
+
+@pytest.mark.slow
+def test_killed_pool_workers_change_nothing(finished, tmp_path):
+    config = small(tmp_path / "run", steps=2, eval_tasks=0)
+    with build(config) as built:
+        kills, over = [], threading.Event()
+
+        def assassin():
+            while not over.wait(0.5):
+                for worker in built.actor.pool.stats()["workers"]:
+                    kills.append(worker["pid"])
+                    os.kill(worker["pid"], signal.SIGKILL)
+
+        thread = threading.Thread(target=assassin)
+        thread.start()
+        try:
+            step_fn = make_train_step(
+                built.model, config.objective, config.optimizer, micro_batch_rows=4
+            )
+            Trainer(
+                config.loop, config.run_dir, step_fn, config.pack, built.actor,
+                config.tasks.stream("train"), [],
+            ).run(built.params)  # fmt: skip
+        finally:
+            over.set()
+            thread.join()
+    assert len(kills) > 2
+    expected = [{k: line[k] for k in SAME if k in line} for line in values(finished[0])[1:3]]
+    found = [{k: line[k] for k in SAME if k in line} for line in values(config.run_dir)[1:3]]
+    assert found == expected and "train/reward" in found[0]
+
+
+@pytest.mark.slow
+def test_a_run_compiles_a_handful_of_times(tmp_path):
+    config = small(tmp_path / "run", steps=3, eval_every=2)
+    with build(config) as built:
+        step_fn = make_train_step(
+            built.model, config.objective, config.optimizer, micro_batch_rows=4
+        )
+        heldout = config.tasks.stream("heldout").take(3)
+        Trainer(
+            config.loop, config.run_dir, step_fn, config.pack, built.actor,
+            config.tasks.stream("train"), heldout,
+        ).run(built.params)  # fmt: skip
+        traces = dict(built.actor.engine.traces)
+        assert step_fn.traces == 1
+        assert traces["decode"] == 1 and traces["append"] == 1 and traces.get("share", 0) <= 1
+        again = built.actor.evaluate(built.params, 0, heldout)
+        assert dict(built.actor.engine.traces) == traces
+        assert {r["task"] for r in again} == {t.id for t in heldout}
+
+
+@pytest.mark.slow
+def test_an_earlier_run_is_not_overwritten(finished):
+    process = start(small(finished[0], steps=4))
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert error.count("\n") == 1 and "--resume true" in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--loop.batch_size=100", "multiple of loop.group_size"),
+        ("--loop.stepz=3", "loop.steps"),
+        ("--loop.steps=soon", "loop.steps"),
+        ("--model=huge", "qwen3.5-35b-a3b"),
+        ("--rollout.temperature=0.5", "one distribution"),
+    ],
+)
+def test_bad_fields_are_one_line_and_exit_2(flag, said):
+    command = [sys.executable, "-m", "experiments.fast_ask", flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_seed_preset_resolves():
+    command = [sys.executable, "-m", "experiments.fast_ask", "--preset", "qwen3.5-35b-a3b"]
+    done = subprocess.run(
+        [*command, "--show-config", "true"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    shown = json.loads(done.stdout)
+    assert shown["loop"]["batch_size"] == 256 and shown["loop"]["group_size"] == 8
+    assert shown["loop"]["steps"] == 100 and shown["loop"]["eval_tasks"] == 128
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 1 and "--weights" in failed.stderr
+
+
+def test_a_record_needs_a_score():
+    from fastask_jax.rollout.transcript import Trajectory
+
+    with pytest.raises(ValueError, match="no score"):
+        record(Trajectory("t", 0, 0))
