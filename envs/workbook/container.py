@@ -10,7 +10,6 @@ out.  What remains is a file whose parsing is bounded by its own size.
 from __future__ import annotations
 
 import zipfile
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -65,23 +64,11 @@ def open_container(path: Path, limits: Limits) -> Container:
         return container
     except BaseException as error:
         file.close()
-        if isinstance(error, _DAMAGE):
-            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            raise WorkbookError(f"{path} is damaged ({reason})") from error
-        raise
-
-
-# What zipfile and zlib raise on broken archives (NotImplementedError: an unknown compression,
-# RuntimeError: an encrypted entry).
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    UnicodeDecodeError,
-    expat.ExpatError,
-)
+        if isinstance(error, WorkbookError) or not isinstance(error, Exception):
+            raise
+        # Broken archives make zipfile, zlib and seek raise errors of a dozen kinds.
+        reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        raise WorkbookError(f"{path} is damaged ({reason})") from error
 
 
 def _check_kind(path: Path, head: bytes) -> None:
