@@ -29,7 +29,11 @@ def gradient(model, params, items, objective, config):
     """(flat gradient, loss) of the items as packed by config."""
     step = make_train_step(model, objective, OPTIMIZER, micro_batch_rows=config.micro_batch_rows)
     micro = micro_batches(pack(items, config).batch, config.micro_batch_rows)
-    run = jax.jit(partial(step.gradient, terms=objective.terms))
+    # Unoptimised code compiles in half the time and computes the same sums.
+    run = jax.jit(
+        partial(step.gradient, terms=objective.terms),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
     grads, metrics = run(params, jnp.int32(0), micro, objective)
     return np.concatenate([np.ravel(g) for g in jax.tree.leaves(grads)]), results(metrics)
 
@@ -111,8 +115,7 @@ def check_invariance(model, params, vocab, lengths, layouts, toy):
 def test_real_model_gives_the_same_gradient_for_every_layout(small_model, small_params, toy):
     layouts = [
         PackConfig((20,), micro_batch_rows=1, min_rows=1),  # a row each: nothing packed
-        PackConfig((20,), micro_batch_rows=4, min_rows=64),
-        PackConfig((64,), micro_batch_rows=1, min_rows=1),
+        PackConfig((64,), micro_batch_rows=1, min_rows=16),
         PackConfig((53,), micro_batch_rows=3, min_rows=1),
     ]
     lengths = [20, 11, 19, 13, 17, 12, 11, 16]
