@@ -9,7 +9,7 @@ from fastask_jax.model.decoder import (
     load_balance_loss,
     unembedding,
 )
-from fastask_jax.model.weights import load_params, save_params
+from fastask_jax.model.hugging_face import load_params, save_params
 
 __all__ = [
     "PRESETS",
