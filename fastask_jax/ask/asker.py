@@ -1,0 +1,196 @@
+"""A loaded policy that answers questions about workbooks, one at a time.
+
+Cheap checks come first: the checkpoint's files, then the sandbox, and only then JAX and the
+weights.  One engine with one slot and one shape per function serves every question, so the
+first question compiles and the others don't; a compile cache on disk saves later processes most
+of that.  Decoding is greedy.  Left out: several questions at once, and second opinions.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envs.core import Message, Reply, Score, Step, ToolSpec
+from envs.fast_ask.env import FastAskEnv, opening
+from envs.sandbox import Sandbox, SandboxConfig, SandboxUnavailable
+from envs.workbook import Workbook, read_workbook
+from fastask_jax.ask.answer import Answer, AskError
+from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
+
+if TYPE_CHECKING:
+    from fastask_jax.policies.engine import EnginePolicy
+
+MAX_LEN = 2048
+MAX_TURN_TOKENS = 256
+
+
+class Asker:
+    """Loads a policy once and answers with it.  Not thread-safe; close it, or use `with`.
+
+    checkpoint: a run directory, a policy folder, or None for the shipped weights.
+    max_len: tokens of a whole episode; what the tools show counts too.
+    sandbox: limits of the Python that the model may run.
+    compile_cache: a folder in which compiled functions are kept for later processes; it becomes
+        JAX's for this process.  Whoever can write there can run code here.
+
+    Raises AskError for a checkpoint that can't be found or loaded, and where the sandbox of
+    `run_python` isn't available.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        max_len: int = MAX_LEN,
+        sandbox: SandboxConfig | None = None,
+        compile_cache: Path | None = None,
+    ) -> None:
+        folder = find_policy(None if checkpoint is None else Path(checkpoint))
+        self.checkpoint = str(folder.path)
+        self._config = folder.env
+        try:
+            self._sandbox = Sandbox(sandbox)
+        except SandboxUnavailable as error:
+            raise AskError(f"run_python isn't available here: {error}") from error
+        try:
+            if compile_cache is not None:
+                _keep_compiled(compile_cache)
+            self._policy = _load(folder, max_len)
+        except BaseException:
+            self._sandbox.close()
+            raise
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the sandbox and its processes."""
+        self._sandbox.close()
+
+    def ask(self, book: Workbook | str | os.PathLike[str], question: str) -> Answer:
+        """Answers a question about a workbook file, or one already read.
+
+        The answer's `answer` is None when the model gives none.  Raises FileNotFoundError and
+        WorkbookError for the file, AskError for an empty question or one that is too long, and
+        when the sandbox fails.
+        """
+        began = time.perf_counter()
+        if not isinstance(book, Workbook):
+            book = read_workbook(book)
+        question = " ".join(question.split())
+        if not question:
+            raise AskError("the question is empty; ask about one value in the workbook")
+        self._check_length(book, question)
+        env = FastAskEnv(self._config, self._sandbox)
+        trajectory = self._policy.run(_Asked(env, book), _Question(question))
+        if trajectory.error is not None or trajectory.score is None:
+            raise AskError(f"the question was broken off ({trajectory.error}); ask again")
+        info = trajectory.score.info
+        return Answer(
+            answer=info["answer"] or None,
+            raw=env.final.content if env.final else "",
+            evidence=tuple(dict.fromkeys(info["ranges"])),
+            turns=info["turns"],
+            cells=info["cells"],
+            tool_calls=info["tool_calls"],
+            stop_reason=trajectory.stop_reason or "no_answer",
+            seconds=round(time.perf_counter() - began, 3),
+            checkpoint=self.checkpoint,
+        )
+
+    def _check_length(self, book: Workbook, question: str) -> None:
+        policy = self._policy
+        shown = _Asked.tools if policy.config.tools_in_prompt else None
+        messages = opening(question, book.names(), self._config)
+        length, most = len(policy.chat.encode_prompt(messages, shown)), policy.engine.config.max_len
+        if length >= most:
+            raise AskError(
+                f"the question and the sheet names take {length:,} tokens and the model holds "
+                f"{most:,}; ask more briefly, or split the workbook if it has very many sheets"
+            )
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The task of a free question."""
+
+    text: str
+    id: str = "question"
+
+
+class _Asked:
+    """The environment of a free question about `book`."""
+
+    tools: tuple[ToolSpec, ...] = FastAskEnv.tools
+
+    def __init__(self, env: FastAskEnv, book: Workbook) -> None:
+        self._env, self._book = env, book
+
+    def reset(self, task: _Question) -> list[Message]:
+        return self._env.ask(self._book, task.text)
+
+    def step(self, reply: Reply) -> Step:
+        return self._env.step(reply)
+
+    def score(self) -> Score:
+        return self._env.score()
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _keep_compiled(folder: Path) -> None:
+    import jax
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    reset_cache()  # JAX settles at its first compilation whether there is a cache
+
+
+def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:
+    """Raises AskError for files that don't load or don't belong together."""
+    from fastask_jax.model import load_params
+    from fastask_jax.model.tokenizers import load_tokenizer
+    from fastask_jax.policies.engine import EnginePolicy
+    from fastask_jax.rollout.chat import ChatFormat
+    from fastask_jax.rollout.engine import EngineConfig
+    from fastask_jax.rollout.scheduler import RolloutConfig
+
+    try:
+        model, params = load_params(folder.path)
+        chat = ChatFormat(load_tokenizer(folder.path))
+    except Exception as error:  # tokenizers raise bare Exceptions
+        raise AskError(f"the checkpoint {folder.path} can't be loaded: {error}") from error
+    if chat.vocab_size > model.vocab_size:
+        raise AskError(
+            f"the checkpoint {folder.path} knows {model.vocab_size:,} tokens and its tokenizer "
+            f"{chat.vocab_size:,}: they don't belong together; put the tokenizer.json that it "
+            "was trained with into that folder"
+        )
+    return EnginePolicy(
+        model,
+        params,
+        chat,
+        config=RolloutConfig(
+            temperature=0.0,
+            max_turn_tokens=MAX_TURN_TOKENS,
+            tools_in_prompt=folder.tools_in_prompt,
+        ),
+        # One shape of each kind: at one slot of a small model, compiling costs more than padding.
+        engine=EngineConfig(
+            slots=1,
+            max_len=max_len,
+            append_rows=1,
+            append_buckets=(128,),
+            attend_buckets=(max_len,),
+            decode_steps=16,
+        ),
+    )

@@ -1,0 +1,154 @@
+"""`fastask ask` and `Asker`, from a real file to the printed answer.  The policy's weights are
+real too: some know one transcript by heart, some are random."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs.workbook import WorkbookError, read_workbook
+from fastask_jax import cli
+from fastask_jax.ask import Asker, AskError
+from fastask_jax.ask.command import printable
+
+ROOT = Path(__file__).parents[3]
+FIELDS = {
+    "answer", "raw", "evidence", "turns", "cells", "tool_calls", "stop_reason", "seconds",
+    "checkpoint",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
+    words = ["ask", book, asked.question, "--checkpoint", str(taught)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == "42"
+    assert [line.removeprefix("  read").strip() for line in lines[1:3]] == asked.evidence
+    assert lines[3].startswith("  3 turns, 3 tool calls, 25 cells, ")
+    assert len(lines) == 4 and shown.err == ""
+    kept = [p for p in (home / ".cache" / "fastask").rglob("*") if p.is_file()]
+    assert kept
+
+    assert cli.main([*words, "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    said = json.loads(line)
+    assert set(said) == FIELDS
+    assert said.pop("seconds") > 0
+    assert said == {
+        "answer": "42",
+        "raw": "ANSWER: 42",
+        "evidence": asked.evidence,
+        "turns": 3,
+        "cells": 25,
+        "tool_calls": 3,
+        "stop_reason": "answered",
+        "checkpoint": str(taught / "policy"),
+    }
+
+
+@pytest.mark.slow
+def test_from_a_shell_without_an_answer(book, blank, home) -> None:
+    """Random weights say nothing sensible: exit 1, one line, and the object all the same."""
+    words = ["ask", book, "How many?", "--checkpoint", str(blank), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fastask_jax.cli", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no answer after 1 turn: ")
+    assert done.stderr.count("\n") == 1
+    said = json.loads(done.stdout)
+    assert set(said) == FIELDS
+    assert (said["answer"], said["evidence"], said["turns"]) == (None, [], 1)
+
+
+@pytest.mark.slow
+def test_loaded_once_asked_often(book, taught, asked, home) -> None:
+    with Asker(taught, compile_cache=home) as asker:
+        first = asker.ask(book, asked.question)
+        again = asker.ask(read_workbook(book), f" {asked.question}\n")
+        assert (first.answer, list(first.evidence)) == ("42", asked.evidence)
+        assert (again.answer, again.evidence) == (first.answer, first.evidence)
+        assert dict(asker._policy.engine.traces) == {"append": 1, "decode": 1}
+        with pytest.raises(AskError, match="question is empty"):
+            asker.ask(book, "  ")
+        with pytest.raises(AskError, match="tokens and the model holds 2,048; ask more briefly"):
+            asker.ask(book, "why " * 3000)
+        with pytest.raises(WorkbookError, match="is empty"):
+            asker.ask("/dev/null", asked.question)
+        assert asker.ask(book, asked.question).answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("missing.xlsx", None, "no such workbook"),
+        ("letter.xlsx", b"Dear Sir or Madam", "isn't an .xlsx workbook"),
+        ("cut.xlsx", "half", "is damaged"),
+    ],
+)
+def test_a_bad_workbook_is_one_line(book, tmp_path, capsys, name, data, text) -> None:
+    path = tmp_path / name
+    if data is not None:
+        whole = Path(book).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] if data == "half" else data)
+    assert cli.main(["ask", str(path), "How many?"]) == 1
+    shown = capsys.readouterr()
+    assert text in shown.err and str(path) in shown.err
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_an_unknown_checkpoint_is_one_line(book, tmp_path, capsys) -> None:
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(tmp_path / "typo")]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: no checkpoint at ") and shown.count("\n") == 1
+    assert "model/weights/tiny" in shown
+
+
+def test_without_a_sandbox_nothing_is_asked(book, tmp_path, monkeypatch, capsys) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(sys, "executable", "")
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: run_python isn't available here: ") and shown.count("\n") == 1
+
+
+def test_weights_that_do_not_load_are_one_line(book, blank, tmp_path, home, capsys) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(blank, folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:100])
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: the checkpoint {folder} can't be loaded: ")
+    assert shown.count("\n") == 1
+
+
+def test_a_strange_tokenizer_is_one_line(book, blank, tokenizer, tmp_path, home, capsys) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(blank, folder)
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens([f"<word{n}>" for n in range(3000)])
+    larger.save_pretrained(folder)
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
+    shown = capsys.readouterr().err
+    assert "knows 2,560 tokens and its tokenizer 3," in shown and shown.count("\n") == 1
+    (folder / "tokenizer.json").write_text("{")
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
+    assert "can't be loaded" in capsys.readouterr().err
+
+
+def test_terminal_escapes_are_spelled_out() -> None:
+    assert printable("café 12\x1b[2J\n\u202e\ud800") == "café 12\\x1b[2J\\n\\u202e\\ud800"
+
+
+def test_importing_the_product_imports_no_jax() -> None:
+    code = "import sys, fastask_jax.ask; print('jax' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False False\n", done.stderr
