@@ -65,7 +65,7 @@ class Block(nnx.Module):
             loads.append(load)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *loads)
 
-    def init_cache(self, slots: int, max_len: int):
+    def init_cache(self, slots: int, max_len: int) -> dict[str, Any]:
         return {name: getattr(self, name).mixer.init_cache(slots, max_len) for name in self.names}
 
     def extend(self, x, rotary, cache, length, counts):

@@ -47,7 +47,9 @@ def _first_blocks(run: jax.Array) -> jax.Array:
     return jnp.argmax(run[None, :, -1] >= run[:, None, 0], axis=1)
 
 
-def _scores(q: jax.Array, k: jax.Array, run_q: jax.Array, run_k: jax.Array, distance: jax.Array):
+def _scores(
+    q: jax.Array, k: jax.Array, run_q: jax.Array, run_k: jax.Array, distance: jax.Array
+) -> jax.Array:
     """`q [G, R * Q, K]`, `k [G, S, K]` -> masked scores; `distance`: blocks from keys to queries.
     """
     scores = jnp.einsum("gqk,gsk->gqs", q, k)
