@@ -15,6 +15,7 @@ from pathlib import Path
 
 from experiments.config import format_config, option, parse, run_main, save_config
 from experiments.fast_ask import PRESET_CONFIGS, Config, build, show
+from fastask_jax.ask.checkpoint import find_policy
 from fastask_jax.loop import Record, write_records
 from fastask_jax.policies.baselines import baseline_records
 from fastask_jax.report.summary import write_summary
@@ -41,17 +42,6 @@ class EvaluateConfig:
             raise ValueError("policy trained needs --checkpoint RUN")
         if self.tasks < 1:
             raise ValueError("tasks must be at least 1")
-
-
-def policy_folder(checkpoint: Path) -> Path:
-    """The weights of a run directory (its policy/) or of a policy folder itself."""
-    for folder in (checkpoint / "policy", checkpoint):
-        if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
-            return folder
-    raise FileNotFoundError(
-        f"{checkpoint} holds no trained policy: give the --run-dir of a finished run of "
-        "experiments.fast_ask or experiments.quickstart"
-    )
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast
 from envs.fast_ask import StreamConfig
 from envs.fast_ask.env import FastAskConfig
 from experiments.config import format_config, option, parse, run_main, save_config
-from experiments.tiny_corpus import Piece, train_tokenizer, transcripts
+from experiments.tiny_corpus import recital, train_tokenizer, transcripts
 from fastask_jax.learn._tmp_ckpt import Checkpointer
 from fastask_jax.model import (
     PRESETS,
@@ -62,12 +62,12 @@ class Config:
     tokens: int = option(30_000_000, "tokens to train on in all")
     rows: int = option(8, "packed rows of one step")
     row_length: int = option(512, "tokens of a row; longer transcripts are left out")
-    learning_rate: float = option(2e-3, "peak rate of AdamW")
+    learning_rate: float = option(3e-3, "peak rate of AdamW")
     warmup_steps: int = option(100, "steps of linear warm-up")
     decay: float = option(0.3, "last share of the run, over which the rate falls to zero")
     weight_decay: float = option(0.02, "AdamW's, on matrices")
     transcripts: int = option(19, "transcripts of a step, on average 200 tokens each")
-    drill_steps: int = option(600, "first steps, in which half of a batch are copying drills")
+    drill_steps: int = option(4000, "first steps, in which half of a batch are copying drills")
     save_every: int = option(500, "steps between checkpoints")
     seed: int = option(0, "seed of weights and transcripts")
 
@@ -88,12 +88,6 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece]) -> tuple[np.ndarray, np.nd
     return np.concatenate(ids), np.concatenate(flags)
 
 
-def drill(rng: Random, values: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """A random run of values said twice: only the second saying is trained on."""
-    first = np.array([values[rng.randrange(len(values))] for _ in range(length)], np.int32)
-    return np.concatenate([first, first]), np.repeat([False, True], length)
-
-
 def value_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Tokens that a policy copies: capitalised words, digit groups, date parts."""
     texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
@@ -107,7 +101,6 @@ def batches(config: Config, start: int) -> Iterator[dict[str, np.ndarray]]:
     successor was sampled; weights [n]: 1, or 0 for the filling.
     """
     tokenizer = Tokenizer.from_file(str(TOKENIZERS / TINY / "tokenizer.json"))
-    values = value_ids(tokenizer)
     env = FastAskConfig(prompt="short")
     shape = (config.rows, config.row_length)
     room = config.rows * config.row_length
@@ -118,7 +111,7 @@ def batches(config: Config, start: int) -> Iterator[dict[str, np.ndarray]]:
         if number < config.drill_steps:
             parts = parts[: config.transcripts // 2]
             while sum(len(ids) for ids, _ in parts) < 0.9 * room:
-                parts.append(drill(rng, values, rng.randint(8, 40)))
+                parts.append(encode(tokenizer, recital(rng, env)))
         batch: dict[str, np.ndarray] = {
             name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")
         }

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from envs.core import Message, Reply, ToolCall
 from envs.fast_ask import FAMILIES, StreamConfig, TaskStream, build_workbook, vocab
 from envs.fast_ask.env import NO_OUTPUT, FastAskConfig, opening
+from envs.fast_ask.programs import source_program
+from envs.fast_ask.questions import KINDS, word
 from envs.fast_ask.sheets import COLORS
 from envs.fast_ask.tasks import Task
 from envs.fast_ask.tools import TOOLS, Toolbox
@@ -112,6 +115,78 @@ def transcripts(config: StreamConfig, env: FastAskConfig, start: int = 0) -> Ite
         policy = ExplorerPolicy(Random(f"explorer/{config.seed}/{n}"))
         yield explore(stream.task(n), policy, env)
         n += 1
+
+
+def recital(rng: Random, config: FastAskConfig) -> list[Piece]:
+    """A copying drill: a question with random parameters, code that sets them, an output, and
+    the output reported.  All copies and no noise: what a tiny model is slowest to learn."""
+    kind = rng.choice([k for k in KINDS.values() if k.name in _SLOTS])
+    ask = {key: _random_value(rng, key) for key in _SLOTS[kind.name]}
+    if kind.name in ("open_balance", "paid_by", "paid_on"):
+        by = rng.choice(tuple(_REFERENCES))
+        ask |= {"by": by} | {key: _random_value(rng, key) for key in _REFERENCES[by]}
+    if kind.name == "payment_invoice":
+        by = rng.choice(("id", "payment"))
+        keys = ("payment",) if by == "id" else _REFERENCES["payment"]
+        ask = {"by": by} | {key: _random_value(rng, key) for key in keys}
+    program = source_program(kind.name, ask).code.splitlines()
+    code = "\n".join([*takewhile(_is_assignment, program), "print(n)"])
+    output = _random_value(rng, rng.choice(("customer", "amount", "invoice", "due", "row")))
+    messages = opening(word(kind, ask, rng.randrange(3)), ["Orders", "Notes"], config)
+    return [
+        (prompt_text(messages), False),
+        (_call_text(ToolCall("run_python", {"code": code})) + "<|im_end|>", True),
+        (observation_text([str(output)]), False),
+        (f"ANSWER: {output}<|im_end|>", True),
+    ]
+
+
+_SLOTS = {
+    "region_net": ("region", "first", "last"),
+    "tier_usd": ("tier", "first", "last"),
+    "top_customer": ("first", "last"),
+    "region_target": ("region", "month"),
+    "first_month": ("start", "amount"),
+    "open_balance": ("date",),
+    "payment_invoice": (),
+    "paid_by": ("date",),
+    "paid_on": (),
+    "duplicate_row": (),
+    "category_spend": ("category", "first", "last"),
+    "top_vendor": ("first", "last"),
+    "over_budget": ("department", "first", "last"),
+}
+_REFERENCES = {
+    "id": ("invoice",),
+    "payment": ("source", "method", "paid", "amount"),
+    "signature": ("customer", "month", "amount", "due"),
+}
+
+
+def _is_assignment(line: str) -> bool:
+    return re.fullmatch(r'[a-z]=("[^"]*"|\d+)', line) is not None
+
+
+def _random_value(rng: Random, key: str) -> object:
+    words = {
+        "region": vocab.REGIONS,
+        "tier": vocab.TIERS,
+        "category": vocab.CATEGORIES,
+        "department": vocab.DEPARTMENTS,
+        "customer": vocab.CUSTOMERS + vocab.VENDORS,
+        "method": vocab.METHODS,
+        "source": vocab.SOURCES,
+    }
+    if key in words:
+        return rng.choice(words[key])
+    if key == "amount":
+        return rng.randrange(10 ** rng.randint(2, 4), 100_000)
+    if key in ("invoice", "payment"):
+        return f"{'INV-' if key == 'invoice' else 'P'}{rng.randrange(100, 1000)}"
+    if key == "row":
+        return f"{rng.choice(('Payments', 'Ledger'))}!{rng.randint(2, 60)}"
+    month = f"{rng.randint(2022, 2026)}-{rng.randint(1, 12):02d}"
+    return f"{month}-{rng.randint(1, 28):02d}" if key in ("date", "due", "paid") else month
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:

@@ -139,6 +139,7 @@ PRESETS: dict[str, ModelConfig] = {
         linear_value_head_dim=24,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=64,
+        initializer_range=0.1,
         scan_unroll=2,
     ),
     # Language model of Qwen/Qwen3.5-35B-A3B.
