@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast
 from envs.fast_ask import StreamConfig
 from envs.fast_ask.env import FastAskConfig
 from experiments.config import format_config, option, parse, run_main, save_config
-from experiments.tiny_corpus import recital, train_tokenizer, transcripts
+from experiments.tiny_corpus import Piece, recital, train_tokenizer, transcripts
 from fastask_jax.learn._tmp_ckpt import Checkpointer
 from fastask_jax.model import (
     PRESETS,

@@ -246,6 +246,10 @@ class Trainer:
             "train/version": int(state.version),
             "time/rollout": rolled - began,
             "time/learn": seconds - (rolled - began),
+            "time/append": stats.append_seconds,
+            "time/decode": stats.decode_seconds,
+            "time/pool": stats.pool_seconds,
+            "rollout/occupancy": stats.occupancy(self.actor.engine.config.slots),
         }
         for name in records[0]["parts"]:
             values[f"train/{name}"] = float(np.mean([r["parts"][name] for r in records]))
