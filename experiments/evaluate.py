@@ -55,7 +55,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
             continue
         weights = run.weights
         if name == "trained" and config.checkpoint is not None:
-            weights = policy_folder(config.checkpoint)
+            weights = find_policy(config.checkpoint).path
         with build(replace(run, weights=weights)) as built:
             found[name] = built.actor.evaluate(built.params, 0, tasks, config.temperature)
     return found
