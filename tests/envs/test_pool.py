@@ -441,8 +441,8 @@ def test_a_factory_must_be_named_and_its_config_picklable():
 
 
 def test_jax_in_a_worker_is_refused_later_too():
-    with open_pool(factory="lazily_jax", workers=1, max_retries=0) as pool:
-        assert "jax is loaded in an environment worker" in play(pool, tasks_of(1))[0][2]
+    with open_pool(factory="lazily_jax", workers=1, max_retries=0, call_timeout=120) as pool:
+        assert "jax is loaded in an environment worker" in play(pool, tasks_of(1), 180)[0][2]
 
 
 def test_close_ends_the_workers_and_their_episodes(tmp_path):
