@@ -221,7 +221,7 @@ def test_sizes_of_standard_workbooks() -> None:
     for task, book in tasks("standard"):
         total = sum(area.cells for area in (s.used() for s in book.sheets) if area)
         sources = sum(book[name].used().cells for name in SOURCES[task.family])
-        assert sources > 6_000
+        assert sources > 5_000
         if task.difficulty == "hard":
             assert total > 13 * 4 * 1000
         big = [s for s in book.sheets if len(s.rows) > 200]
