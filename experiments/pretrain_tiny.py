@@ -40,7 +40,7 @@ from envs.fast_ask import StreamConfig
 from envs.fast_ask.env import FastAskConfig
 from experiments.config import format_config, option, parse, run_main, save_config
 from experiments.tiny_corpus import Piece, recital, train_tokenizer, transcripts
-from fastask_jax.learn._tmp_ckpt import Checkpointer
+from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.model import (
     PRESETS,
     forward,

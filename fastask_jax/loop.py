@@ -226,6 +226,11 @@ class Trainer:
         if useful:
             state, learned = self.step_fn(state, pack(useful, self.pack_config))
             values: dict[str, Any] = results(learned)
+            if values["optim/skipped"]:
+                raise FloatingPointError(
+                    f"step {step}: the gradient isn't finite; the last checkpoint is intact. "
+                    "Resume from it with a lower optimizer.learning_rate"
+                )
         else:
             values = {}
         for trajectory in batch[: self.config.traces]:
