@@ -9,7 +9,12 @@ def engine(model, chat):
     from fastask_jax.rollout.engine import Engine, EngineConfig
 
     config = EngineConfig(
-        slots=6, max_len=384, append_rows=4, append_buckets=(8, 32), decode_steps=8
+        slots=6,
+        max_len=384,
+        append_rows=4,
+        append_buckets=(8, 32),
+        attend_buckets=(128,),
+        decode_steps=8,
     )
     return Engine(model, config, chat.stop_id)
 

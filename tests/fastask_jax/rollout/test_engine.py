@@ -171,7 +171,8 @@ def test_only_a_bounded_number_of_programs(engine, params):
             engine.share({slots[1]: slots[0]})
         turns = {s: Turn(key(s), int(random.integers(1, 8))) for s in slots}
         engine.decode(params, turns, float(random.integers(2)))
-    assert engine.traces == {"append": 2, "share": 1, "decode": 1}
+    assert engine.config.attend_buckets == (128, 384)
+    assert engine.traces == {"append": 2, "share": 1, "decode": 2}
 
 
 def test_the_cache_is_donated(engine, params):
