@@ -70,7 +70,7 @@ class Config:
     optimizer: OptimizerConfig = option(OptimizerConfig(), "")
     rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
     engine: EngineConfig = option(EngineConfig(slots=128, max_len=768), "")
-    pack: PackConfig = option(PackConfig((512, 768), 4), "")
+    pack: PackConfig = option(PackConfig((512, 768), 2), "")
     pool: PoolConfig = option(PoolConfig(), "")
     sandbox: SandboxConfig = option(SandboxConfig(), "")
 
