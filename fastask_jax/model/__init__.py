@@ -10,6 +10,7 @@ from fastask_jax.model.decoder import (
     unembedding,
 )
 from fastask_jax.model.hugging_face import load_params, save_params
+from fastask_jax.model.sharding import make_mesh, param_shardings
 
 __all__ = [
     "PRESETS",
@@ -23,6 +24,8 @@ __all__ = [
     "init_params",
     "load_balance_loss",
     "load_params",
+    "make_mesh",
+    "param_shardings",
     "reset_slots",
     "save_params",
     "unembedding",

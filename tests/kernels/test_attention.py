@@ -1,0 +1,106 @@
+"""Packed attention: every implementation against the definition, and the cached form."""
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from kernels.attention import attention, cached_attention
+
+
+def example(batch, length, heads=4, groups=2, width=16, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q = jax.random.normal(keys[0], (batch, length, heads, width))
+    k, v = (jax.random.normal(key, (batch, length, groups, width)) for key in keys[1:3])
+    return q, k, v, jax.random.normal(keys[3], q.shape)
+
+
+def segments(batch, length, seed=0):
+    """Rows of random segments, the last of a row being padding (0)."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(batch):
+        cuts = np.sort(random.integers(0, length + 1, 3))
+        ids = np.searchsorted(cuts, np.arange(length), side="right") + 1
+        rows.append(np.where(ids == 4, 0, ids))
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blocks"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300])
+def test_values_and_gradients_equal_the_reference(implementation, length):
+    q, k, v, cotangent = example(2, length)
+    ids = segments(2, length)
+
+    def objective(q, k, v, name):
+        out = attention(q, k, v, ids, implementation=name)
+        return jnp.vdot(out, cotangent), out
+
+    grad = jax.value_and_grad(objective, (0, 1, 2), has_aux=True)
+    (_, expected), expected_grads = grad(q, k, v, "reference")
+    (_, got), got_grads = grad(q, k, v, implementation)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    for x, y in zip(got_grads, expected_grads, strict=True):
+        # At length 1 the gradients of queries and keys are zero but for rounding.
+        assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y) + 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "blocks"])
+def test_a_segment_ignores_the_rest_of_its_row(implementation):
+    q, k, v, _ = example(1, 150)
+    ids = jnp.where(jnp.arange(150) < 90, 3, 7)[None]
+    packed = attention(q, k, v, ids, implementation=implementation)
+    for part in (slice(0, 90), slice(90, 150)):
+        alone = attention(
+            q[:, part], k[:, part], v[:, part], ids[:, part], implementation=implementation
+        )
+        np.testing.assert_allclose(packed[:, part], alone, atol=1e-6)
+    disturbed = attention(
+        q, k.at[:, :90].mul(50.0), v.at[:, :90].add(9.0), ids, implementation=implementation
+    )
+    np.testing.assert_array_equal(disturbed[:, 90:], packed[:, 90:])
+
+
+def test_large_scores_stay_finite():
+    q, k, v, cotangent = example(1, 130)
+    ids = segments(1, 130)
+    grads = jax.grad(
+        lambda q, k: jnp.vdot(attention(q, k, v, ids, implementation="blocks"), cotangent), (0, 1)
+    )(300.0 * q, 300.0 * k)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_memory_of_blocks_is_linear_in_the_row():
+    def temporaries(length):
+        q, k, v, _ = example(1, length, heads=1, groups=1)
+        ids = jnp.ones((1, length), jnp.int32)
+        compiled = (
+            jax.jit(jax.grad(lambda q: attention(q, k, v, ids, implementation="blocks").sum()))
+            .lower(q)
+            .compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4096) < 5 * temporaries(1024)
+
+
+def test_cached_attention_equals_packed():
+    q, k, v, _ = example(3, 20)
+    full = attention(q, k, v, jnp.ones((3, 20), jnp.int32), implementation="reference")
+    lengths = jnp.asarray([0, 9, 14])
+    take = jnp.stack([q[s, n : n + 5] for s, n in enumerate(lengths.tolist())])
+    cache = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    got = cached_attention(take, *cache, lengths)
+    for s, n in enumerate(lengths.tolist()):
+        np.testing.assert_allclose(got[s], full[s, n : n + 5], atol=1e-5)
+
+
+def test_bad_arguments_are_refused():
+    q, k, v, _ = example(1, 8)
+    ids = jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="attention shapes don't fit"):
+        attention(q[:, :, :3], k, v, ids)
+    with pytest.raises(ValueError, match="segment_ids must be"):
+        attention(q, k, v, ids[:, :4])
+    with pytest.raises(ValueError, match="unknown implementation 'splash'"):
+        attention(q, k, v, ids, implementation="splash")

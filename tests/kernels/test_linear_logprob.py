@@ -1,0 +1,105 @@
+"""Chunked token scores against the plain softmax."""
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from kernels.linear_logprob import linear_logprob
+
+
+def example(tokens, width, vocab, scale=1.0, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    hidden = scale * jax.random.normal(keys[0], (tokens, width))
+    head = jax.random.normal(keys[1], (width, vocab))
+    ids = jax.random.randint(keys[2], (tokens,), 0, vocab)
+    weights = jax.random.normal(keys[3], (3, tokens))
+    return hidden, head, ids, weights
+
+
+def objective(hidden, head, ids, weights, temperature, implementation):
+    outputs = linear_logprob(hidden, head, ids, temperature, implementation=implementation)
+    return sum(jnp.vdot(w, x) for w, x in zip(weights, outputs, strict=True)), outputs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 2.0])
+@pytest.mark.parametrize("tokens, vocab", [(1, 300), (65, 1000), (600, 2049)])
+def test_values_and_gradients_equal_the_reference(tokens, vocab, temperature):
+    hidden, head, ids, weights = example(tokens, 24, vocab, scale=0.3)
+    results = {
+        name: jax.value_and_grad(objective, (0, 1), has_aux=True)(
+            hidden, head, ids, weights, temperature, name
+        )
+        for name in ("reference", "xla")
+    }
+    (_, expected), expected_grads = results["reference"]
+    (_, got), got_grads = results["xla"]
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    for x, y in zip(got_grads, expected_grads, strict=True):
+        assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+
+
+def test_temperature_may_differ_by_token():
+    hidden, head, ids, _ = example(9, 8, 50)
+    temperature = jnp.linspace(0.5, 2.0, 9)
+    together = linear_logprob(hidden, head, ids, temperature)
+    for t in range(9):
+        alone = linear_logprob(hidden[t : t + 1], head, ids[t : t + 1], temperature[t])
+        for x, y in zip(together, alone, strict=True):
+            np.testing.assert_allclose(x[t], y[0], rtol=1e-6, atol=1e-6)
+
+
+def test_hand_worked_case():
+    # logits (0, ln 3): probabilities 1/4 and 3/4
+    logprob, entropy, lse = linear_logprob(
+        jnp.ones((1, 1)), jnp.asarray([[0.0, np.log(3.0)]]), jnp.asarray([1])
+    )
+    np.testing.assert_allclose(logprob, [np.log(0.75)], rtol=1e-6)
+    np.testing.assert_allclose(entropy, [-0.25 * np.log(0.25) - 0.75 * np.log(0.75)], rtol=1e-6)
+    np.testing.assert_allclose(lse, [np.log(4.0)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_huge_logits_stay_finite_and_logprobs_never_positive(implementation):
+    hidden, head, ids, weights = example(40, 16, 333, scale=1e3)
+    ids = jnp.argmax(hidden @ head, axis=-1)
+    (_, outputs), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(
+        hidden, head, ids, weights, 1.0, implementation
+    )
+    assert all(bool(jnp.isfinite(x).all()) for x in (*outputs, *grads))
+    assert float(outputs[0].max()) <= 0.0
+    assert float(outputs[1].min()) >= -1e-6
+
+
+def test_bfloat16_inputs_accumulate_in_float32():
+    hidden, head, ids, _ = example(64, 64, 1000, scale=0.1)
+    low = linear_logprob(hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16), ids)
+    upcast = linear_logprob(
+        hidden.astype(jnp.bfloat16).astype(jnp.float32),
+        head.astype(jnp.bfloat16).astype(jnp.float32),
+        ids,
+    )
+    for x, y in zip(low, upcast, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3)
+
+
+def test_memory_stays_below_one_array_of_logits():
+    hidden, head, ids, weights = example(4096, 8, 2048)
+    compiled = (
+        jax.jit(jax.grad(lambda h, w: objective(h, w, ids, weights, 1.0, "xla")[0], (0, 1)))
+        .lower(hidden, head)
+        .compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 2048 * 4 / 2
+
+
+def test_leading_axes_are_kept_and_bad_shapes_are_refused():
+    hidden, head, ids, _ = example(12, 8, 20)
+    outputs = linear_logprob(hidden.reshape(3, 4, 8), head, ids.reshape(3, 4))
+    assert all(x.shape == (3, 4) for x in outputs)
+    with pytest.raises(ValueError, match=r"needs hidden \[..., D\]"):
+        linear_logprob(hidden, head.T, ids)
+    with pytest.raises(ValueError, match="unknown implementation 'tpu'"):
+        linear_logprob(hidden, head, ids, implementation="tpu")
