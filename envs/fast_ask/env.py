@@ -120,6 +120,12 @@ class FastAskEnv:
     def step(self, reply: Reply) -> Step:
         if self.stop_reason is not None:
             raise RuntimeError("this episode is over; call reset first")
+        if reply.stop_reason == "length" and not (
+            reply.tokens or reply.content or reply.tool_calls
+        ):
+            # A budget ended the episode between two turns.  Nothing was said, so this is no
+            # turn, and no short final message to be paid for.
+            return self._end("length")
         self.turns += 1
         if not reply.tool_calls:
             self.final = reply

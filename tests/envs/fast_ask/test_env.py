@@ -153,6 +153,18 @@ def test_a_cut_reply_ends_the_episode(env: FastAskEnv) -> None:
     assert env.score().parts["correct"] == 1.0
 
 
+def test_a_budget_that_ends_between_turns_is_no_turn_and_no_short_message(
+    env: FastAskEnv,
+) -> None:
+    env.reset(TASK)
+    env.step(Reply("", (METADATA,), tokens=20))
+    step = env.step(Reply("", stop_reason="length"))  # what the scheduler says then
+    assert step.done and step.stop_reason == "length"
+    score = env.score()
+    assert score.info["turns"] == 1
+    assert score.parts == {"correct": 0.0, "efficiency": 1.0, "concise": 0.0}
+
+
 def test_calls_above_the_limit_of_one_reply_are_refused(env: FastAskEnv) -> None:
     env.reset(TASK)
     step = env.step(Reply("", (METADATA,) * 6))
