@@ -12,6 +12,7 @@ A `Session` is for one thread at a time.
 
 from __future__ import annotations
 
+import re
 import secrets
 import select
 import socket
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 NO_OUTPUT = "(no output; use print)"
 RESTARTED = "(Python was restarted: earlier variables are gone, cells read so far are bound again)"
 _MAX_STRAY_BYTES = 1 << 20
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 class ZygoteDied(Exception):
@@ -240,5 +242,8 @@ def _gone(channel: socket.socket) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates escaped: the text goes on to tokenizers and files, as UTF-8."""
+    """Lone surrogates escaped: the text goes on to tokenizers and files, as UTF-8.  Addresses
+    (`<generator object f at 0x7f...>`) all made one: they differ from process to process, and
+    equal programs must print equal texts, in a replayed episode as in a resumed run."""
+    text = _ADDRESS.sub("at 0x7f0000000000", text)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

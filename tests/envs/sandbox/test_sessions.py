@@ -158,6 +158,14 @@ def test_equal_seeds_give_equal_runs(sandbox):
     assert outputs[0].split(" ", 1)[1] == outputs[3].split(" ", 1)[1]
 
 
+def test_printed_addresses_do_not_tell_processes_apart(sandbox):
+    code = "print((x for x in []), [object()])\nraise ValueError(object())"
+    with Sandbox() as other, sandbox.session() as one, other.session() as two:
+        first, second = one.run(code), two.run(code)
+    assert first == second
+    assert first.output.count(" at 0x7f") == 2 and " at 0x7f" in first.error
+
+
 def test_bad_calls(sandbox):
     with sandbox.session() as session:
         with pytest.raises(TypeError, match="code must be a text"):
