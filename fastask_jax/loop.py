@@ -176,12 +176,14 @@ class Trainer:
     def run(self, params: Any, resume: bool = False) -> TrainState:
         """Trains from `params`, or on from the last committed checkpoint; returns the state.
 
-        Raises FileExistsError when the run directory holds a run and `resume` is false.
+        Raises FileExistsError when the run directory holds a run and `resume` is false, and
+        ValueError when it can't be resumed with these settings.
         """
         state, done = self.step_fn.init(params), None
         if resume and self._checkpoints.latest() is not None:
             restored = self._checkpoints.restore(self.step_fn.abstract(params))
             state, done = restored.state, int(restored.host_state["step"])
+            self._check_resumable(done, restored.host_state.get("settings", {}))
             self.stream.cursor = int(restored.host_state["cursor"])
         with (
             self._checkpoints,
@@ -209,7 +211,35 @@ class Trainer:
         return -1 if done is None and resume else done
 
     def _save(self, step: int, state: TrainState) -> None:
-        self._checkpoints.save(step, state, {"step": step, "cursor": self.stream.cursor})
+        host_state = {"step": step, "cursor": self.stream.cursor, "settings": self._settings()}
+        self._checkpoints.save(step, state, host_state)
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides which tasks a run sees and what it samples; the same for its whole life.
+
+        The optimizer is no part of it: a run that diverged goes on with a lower rate.
+        """
+        names = ("seed", "batch_size", "group_size", "refill_rounds", "eval_tasks")
+        found = {f"loop.{name}": getattr(self.config, name) for name in names}
+        stream = getattr(self.stream, "config", None)
+        if stream is not None:
+            found |= {f"tasks.{name}": value for name, value in plain(stream).items()}
+        return found
+
+    def _check_resumable(self, done: int, saved: Record) -> None:
+        if done > self.config.steps:
+            raise ValueError(
+                f"the run in {self.run_dir} has made {done} steps already; resume it with "
+                f"loop.steps of {done} or more, or give another --run-dir"
+            )
+        now = self._settings()
+        changed = [name for name in now if name in saved and saved[name] != now[name]]
+        if changed:
+            was = ", ".join(f"{name}={saved[name]} (now {now[name]})" for name in changed)
+            raise ValueError(
+                f"the run in {self.run_dir} was begun with {was}: resume it with that, or give "
+                "another --run-dir"
+            )
 
     def _step(
         self, step: int, state: TrainState, traces: TraceWriter
@@ -265,7 +295,8 @@ class Trainer:
     ) -> tuple[list[Trajectory], list[Trajectory]]:
         """The step's rollouts with their advantages: groups with signal, groups without.
 
-        The latter teach nothing, but the batch's averages are over them too.
+        The latter teach nothing, but the averages are over all that was rolled out: over the
+        groups with signal alone they would not be those of the policy.
         """
         copies = self.config.group_size
         wanted = self.config.batch_size // copies
@@ -288,7 +319,7 @@ class Trainer:
             for trajectory, value, keep in zip(found, values, signal, strict=True):
                 trajectory.advantage = float(value)
                 (kept if keep else spare).append(trajectory)
-        return kept, spare[: wanted * copies - len(kept)]
+        return kept, spare
 
     def _evaluate(self, state: TrainState, step: int, progress: Progress) -> dict[str, Any]:
         if not self.eval_tasks:
