@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.config import format_config, option, parse, run_main, save_config
 from experiments.fast_ask import PRESET_CONFIGS, Config, build, show
-from fastask_jax.ask.checkpoint import find_policy
+from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
 from fastask_jax.loop import Record, write_records
 from fastask_jax.policies.baselines import baseline_records
 from fastask_jax.report.summary import write_summary
@@ -55,10 +55,25 @@ def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
             continue
         weights = run.weights
         if name == "trained" and config.checkpoint is not None:
-            weights = find_policy(config.checkpoint).path
+            folder = find_policy(config.checkpoint)
+            check_asked_as_trained(folder, run)
+            weights = folder.path
         with build(replace(run, weights=weights)) as built:
             found[name] = built.actor.evaluate(built.params, 0, tasks, config.temperature)
     return found
+
+
+def check_asked_as_trained(folder: PolicyFolder, run: Config) -> None:
+    """Raises ValueError where the run would put its questions otherwise than the training did:
+    the policy would look worse than it is."""
+    pairs = {
+        f"env.{name}": (getattr(folder.env, name), getattr(run.env, name))
+        for name in ("prompt", "list_sheets", "max_turns", "max_calls")
+    }
+    pairs["rollout.tools_in_prompt"] = (folder.tools_in_prompt, run.rollout.tools_in_prompt)
+    wanted = [f"--train.{name} {was}".lower() for name, (was, is_) in pairs.items() if was != is_]
+    if wanted:
+        raise ValueError(f"{folder.path} was trained with other settings; add {' '.join(wanted)}")
 
 
 def main(argv: list[str]) -> None:

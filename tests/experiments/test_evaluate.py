@@ -1,0 +1,31 @@
+"""Evaluating a checkpoint: what would make its numbers those of something else is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.evaluate import check_asked_as_trained
+from experiments.fast_ask import PRESET_CONFIGS
+from fastask_jax.ask.checkpoint import PolicyFolder
+
+TINY = PRESET_CONFIGS["tiny"]
+
+
+def test_a_policy_is_evaluated_as_it_was_trained_or_not_at_all() -> None:
+    as_tiny = PolicyFolder(Path("run/policy"), TINY.env)
+    check_asked_as_trained(as_tiny, TINY)
+    full = PolicyFolder(
+        Path("run/policy"), replace(TINY.env, prompt="full", max_turns=7), tools_in_prompt=True
+    )
+    with pytest.raises(ValueError, match="trained with other settings") as caught:
+        check_asked_as_trained(full, TINY)
+    assert str(caught.value).endswith(
+        "add --train.env.prompt full --train.env.max_turns 7 --train.rollout.tools_in_prompt true"
+    )
+    followed = replace(
+        TINY,
+        env=replace(TINY.env, prompt="full", max_turns=7),
+        rollout=replace(TINY.rollout, tools_in_prompt=True),
+    )
+    check_asked_as_trained(full, followed)
