@@ -212,7 +212,8 @@ class _Rollout:
                 self.pool.reset(episode.id, episode.task)
 
     def _take_events(self) -> None:
-        busy = bool(self.running or self.ready or self.observed)
+        # A ready episode without a free slot has to wait for events as well.
+        busy = bool(self.running or self.observed or (self.ready and self.free))
         began = time.perf_counter()
         events = self.pool.poll(0.0 if busy else self.config.stall_timeout)
         for event in events:

@@ -258,6 +258,31 @@ def test_a_silent_pool_is_reported_and_dropped(engine, params, chat, echo):
     assert all(environment.closed for environment in environments)
 
 
+def test_episodes_without_a_slot_wait_for_events_and_stall_with_the_rest(
+    engine, params, chat, echo
+):
+    """All slots wait for their tools while more episodes are ready: no spinning, no hang."""
+
+    class Mute(InlinePool):
+        resets, waits = 12, 0
+
+        def poll(self, timeout=None):
+            events = super().poll()
+            if self.resets > 0:  # the answers to resets come, those to steps never do
+                self.resets -= len(events)
+                return events
+            if timeout == 0.0:
+                self.waits += 1
+                assert self.waits < 20, "polls without waiting, and for ever"
+            return []
+
+    pool = Mute(lambda _: echo.Env(stubborn=True))
+    tasks = [echo.Task(f"task-{i}", turns=9) for i in range(6)]
+    config = dataclasses.replace(SHORT, stall_timeout=0.01)
+    with pytest.raises(RuntimeError, match="no environment answered for 0.01 s"):
+        run(engine, params, chat, echo, tasks, group=2, pool=pool, config=config)
+
+
 def test_misuse_gets_a_clear_error(engine, model, params, chat, echo):
     with pytest.raises(ValueError, match="group_size must be at least 1"):
         run(engine, params, chat, echo, tasks_of(echo), group=0)
