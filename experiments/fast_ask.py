@@ -69,7 +69,7 @@ class Config:
     objective: Objective = option(Objective(), "")
     optimizer: OptimizerConfig = option(OptimizerConfig(), "")
     rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
-    engine: EngineConfig = option(EngineConfig(slots=128, max_len=768), "")
+    engine: EngineConfig = option(EngineConfig(slots=64, max_len=768), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
     pool: PoolConfig = option(PoolConfig(), "")
     sandbox: SandboxConfig = option(SandboxConfig(), "")
@@ -90,9 +90,12 @@ class Config:
 
 
 PRESET_CONFIGS = {
+    # Six turns are twice what the tiny workbooks need; the budget also makes a turn dearer, as
+    # efficiency is counted in shares of it.
     "tiny": Config(
-        loop=LoopConfig(steps=120, batch_size=128, eval_every=20, save_every=10),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=5),
+        env=FastAskConfig(prompt="short", max_turns=6),
+        loop=LoopConfig(steps=100, batch_size=128, eval_every=20, save_every=10),
+        optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=5),
     ),
     # The settings of the Fast Ask post: 100 steps, batch 256, 8 rollouts a task, evaluation
     # every 20 steps on 128 tasks, thinking off.

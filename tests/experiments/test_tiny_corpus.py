@@ -1,5 +1,6 @@
 """The tiny base's training data: the same ids as in rollouts, the explorer's shares."""
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -9,8 +10,10 @@ from envs.core import Message
 from envs.fast_ask import StreamConfig, TaskStream, answers
 from envs.fast_ask.env import FastAskConfig, FastAskEnv
 from envs.sandbox import Sandbox
-from experiments.pretrain_tiny import Config, batches, encode, value_ids
+from experiments.pretrain_tiny import Config, batches, encode, main, value_ids
 from experiments.tiny_corpus import explore, must_be_tokens, transcripts
+from fastask_jax.learn.checkpoint import Checkpointer
+from fastask_jax.model import load_params
 from fastask_jax.model.tokenizers import TINY, TOKENIZERS, load_tokenizer
 from fastask_jax.policies.explorer import ExplorerPolicy
 from fastask_jax.rollout.chat import ChatFormat
@@ -81,7 +84,7 @@ def test_values_are_single_tokens(chat):
 
 
 def test_batches_are_reproducible_and_hold_what_they_say():
-    config = Config(rows=4, transcripts=9, drill_steps=2)
+    config = Config(rows=4, transcripts=9, drill_from=0, drill_to=2)
     first, again = (list(islice(batches(config, start), 2)) for start in (1, 2))
     drilled, plain = first
     assert all((plain[k] == again[0][k]).all() for k in plain)
@@ -97,3 +100,20 @@ def test_transcripts_follow_from_their_number():
     assert list(islice(transcripts(StreamConfig(seed=6), ENV, 4), 2)) == stream[4:]
 
 
+
+
+@pytest.mark.slow
+def test_pretraining_goes_on_where_it_stopped(tmp_path):
+    config = Config(run_dir=tmp_path, rows=1, transcripts=3, tokens=512 * 3, save_every=2)
+    assert main(config) == 0
+    assert Checkpointer(tmp_path).steps() == [2, 3]
+    assert main(replace(config, tokens=512 * 4)) == 0
+    assert Checkpointer(tmp_path).latest() == 4
+    assert main(replace(config, export=tmp_path / "policy")) == 0
+    model, params = load_params(tmp_path / "policy")
+    assert params["embedding"].shape == (model.vocab_size, model.hidden_size)
+
+
+def test_export_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="train first"):
+        main(Config(run_dir=tmp_path, export=tmp_path / "policy"))
