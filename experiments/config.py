@@ -283,8 +283,19 @@ def _leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def save_config(config: Any, run_dir: str | Path) -> Path:
-    """Writes `run_dir/config.json`, making the folder; atomic, so a crash leaves no half file."""
+    """Writes `run_dir/config.json`, making the folder; atomic, so a crash leaves no half file.
+
+    Raises FileExistsError where a config that could resume a run (it has a field `resume`) would
+    instead replace that of an earlier run.
+    """
     folder = Path(run_dir)
+    if not getattr(config, "resume", True):
+        lines = folder / "metrics.jsonl"
+        if lines.exists() and lines.stat().st_size:
+            raise FileExistsError(
+                f"{folder} holds an earlier run: continue it with --resume true, or give another "
+                "--run-dir"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     scratch = folder / "config.json.part"

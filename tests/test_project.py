@@ -62,6 +62,17 @@ def test_every_command_of_the_readme_exists() -> None:
     assert missing == []
 
 
+def test_the_readmes_sweep_is_over_a_field_that_exists() -> None:
+    from experiments.fast_ask import Config
+    from experiments.fields import leaves_of
+    from experiments.sweep import parse_sweep
+
+    [words] = re.findall(r"`python -m experiments\.sweep ([^`]+)`", README)
+    sweep = parse_sweep(words.split())
+    assert set(sweep.fields) <= {leaf.name for leaf in leaves_of(Config)}
+    assert len(sweep.combinations()) > 1
+
+
 def test_import_arrows_hold() -> None:
     done = lint_imports(ROOT)
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]

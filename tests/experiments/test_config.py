@@ -216,6 +216,24 @@ def test_saved_config_comes_back_and_errors_name_the_file(tmp_path) -> None:
         load_config(Config, tmp_path / "run")
 
 
+def test_the_config_of_an_earlier_run_is_kept(tmp_path) -> None:
+    """A start that forgot --resume is refused before it has changed anything."""
+
+    @dataclass(frozen=True)
+    class Resumable:
+        resume: bool = False
+        lr: float = 1.0
+
+    save_config(Resumable(), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")  # stopped before its first line: start anew
+    save_config(Resumable(lr=2.0), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(FileExistsError, match="holds an earlier run.*--resume true"):
+        save_config(Resumable(lr=3.0), tmp_path)
+    assert load_config(Resumable, tmp_path).lr == 2.0
+    save_config(Resumable(resume=True, lr=2.0), tmp_path)
+
+
 def _exit_of(main, capsys, argv=()) -> tuple[int, str]:
     with pytest.raises(SystemExit) as caught:
         run_main(main, list(argv))
