@@ -1,13 +1,15 @@
 """Append-only files of one JSON object a line, cut back to a step when a run resumes.
 
 A line is flushed as it is written, so a killed process loses at most the line in progress; that
-torn line is dropped at the next opening.  Leaves out locking: one process writes a file.
+torn line is dropped at the next opening.  One process writes a file: it holds a lock on it, which
+ends with the process, so a run that is resumed while it still runs is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -20,22 +22,36 @@ class JsonLines:
 
     after_step: None starts a new file; a number keeps the lines with `step` up to it and drops
     later ones, which the resumed run will write again (-1 keeps none).
-    Raises FileExistsError when a new file would replace lines of an earlier run.
+    Raises FileExistsError when a new file would replace lines of an earlier run, and
+    BlockingIOError while another process writes the file.
     """
 
     def __init__(self, path: str | Path, after_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step: int | None = None
-        if after_step is None:
-            if self.path.exists() and self.path.stat().st_size:
-                raise FileExistsError(
-                    f"{self.path} holds an earlier run: continue it with --resume true, or give "
-                    "another --run-dir"
-                )
-        elif self.path.exists():
-            self.last_step = _cut(self.path, after_step)
+        if after_step is None and self.path.exists() and self.path.stat().st_size:
+            raise FileExistsError(
+                f"{self.path} holds an earlier run: continue it with --resume true, or give "
+                "another --run-dir"
+            )
         self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self._lock()
+            if after_step is not None:
+                self.last_step = _cut(self.path, after_step)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"{self.path} is being written by a run that hasn't ended: wait for it, or give "
+                "another --run-dir"
+            ) from None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one object and flushes it."""

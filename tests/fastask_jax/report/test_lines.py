@@ -128,3 +128,27 @@ def test_eval_values_are_the_numbers_of_a_summary() -> None:
         "eval/exact_match": 0.5,
         "eval/tasks": 128,
     }
+
+
+def test_a_run_is_not_resumed_while_it_still_runs(tmp_path) -> None:
+    code = (
+        "import sys, time\n"
+        "from fastask_jax.report.metrics import MetricsWriter\n"
+        "lines = MetricsWriter(sys.argv[1])\n"
+        "for step in range(3): lines.write(step, {})\n"
+        "print('written', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "written\n"
+        with pytest.raises(BlockingIOError, match="a run that hasn't ended.*another --run-dir"):
+            MetricsWriter(tmp_path, after_step=0)
+        assert len(read_metrics(tmp_path)) == 3  # and not one of its lines was cut off
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    MetricsWriter(tmp_path, after_step=0).close()  # a kill leaves no lock behind
+    assert len(read_metrics(tmp_path)) == 1
