@@ -59,6 +59,8 @@ class LoopConfig:
     eval_every: steps between evaluations; one is made before the first step and after the last.
     eval_tasks: held-out tasks of an evaluation; 0 makes none.
     save_every: steps between checkpoints.  traces: trajectories a step written to traces.jsonl.
+    gap_alarm: mean |log(learner's / sampler's probability)| of a step's tokens above which a
+        warning is shown; both score the same weights, so it should be rounding.
     """
 
     steps: int = 100
@@ -69,6 +71,7 @@ class LoopConfig:
     eval_tasks: int = 128
     save_every: int = 20
     traces: int = 8
+    gap_alarm: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class LoopConfig:
         for name in ("refill_rounds", "eval_tasks", "traces"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loop.{name} must be 0 or more, not {getattr(self, name)}")
+        if not self.gap_alarm > 0:
+            raise ValueError(f"loop.gap_alarm must be above 0, not {self.gap_alarm}")
         if self.batch_size % self.group_size:
             near = max(1, round(self.batch_size / self.group_size)) * self.group_size
             raise ValueError(
@@ -197,6 +202,9 @@ class Trainer:
                 self._save(0, state)
             for step in range((done or 0) + 1, self.config.steps + 1):
                 state, values = self._step(step, state, traces)
+                warning = gap_warning(values, self.config.gap_alarm)
+                if warning is not None:
+                    progress.note(f"step {step}: {warning}")
                 if step % self.config.eval_every == 0 or step == self.config.steps:
                     values |= self._evaluate(state, step, progress)
                 metrics.write(step, values)
@@ -333,6 +341,17 @@ class Trainer:
             f"({summary['low']:.1%} to {summary['high']:.1%}), reward {summary['mean_reward']:.3f}"
         )
         return eval_values(summary)
+
+
+def gap_warning(values: Record, alarm: float) -> str | None:
+    """What to say of a step whose sampler and learner disagree on the same weights, or None."""
+    gap = values.get("policy/log_ratio_abs")
+    if gap is None or gap <= alarm:
+        return None
+    return (
+        f"warning: sampler and learner differ by {gap:.2g} nats a token (loop.gap_alarm is "
+        f"{alarm:g}): they don't score one distribution, so the updates are off-policy"
+    )
 
 
 def write_records(run_dir: Path, name: str, records: Sequence[Record]) -> None:

@@ -17,7 +17,7 @@ from envs.pool import PoolConfig
 from experiments.config import to_json
 from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
 from fastask_jax.learn import PackConfig, make_train_step
-from fastask_jax.loop import LoopConfig, Trainer, record
+from fastask_jax.loop import LoopConfig, Trainer, gap_warning, record
 from fastask_jax.report.metrics import read_metrics
 from fastask_jax.report.summary import read_summary
 from fastask_jax.report.traces import read_traces
@@ -253,3 +253,12 @@ def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path, mo
     useful, dull = one._collect(1, SimpleNamespace(params=None, version=0), RolloutStats())
     assert [t.reward for t in useful] == [0, 1, 0, 0, 1, 0, 0, 1]
     assert len(dull) == 12 and sum(t.reward for t in dull) == 4
+
+
+def test_a_gap_between_sampler_and_learner_is_told():
+    assert gap_warning({"policy/log_ratio_abs": 6e-8}, 0.01) is None
+    assert gap_warning({}, 0.01) is None  # a step without signal trains on nothing
+    warning = gap_warning({"policy/log_ratio_abs": 0.25}, 0.01)
+    assert warning is not None and "0.25 nats" in warning and "\n" not in warning
+    with pytest.raises(ValueError, match="gap_alarm must be above 0"):
+        LoopConfig(gap_alarm=0.0)
