@@ -8,11 +8,11 @@ tokens in all running slots in one call.  While a tool runs its slot just isn't 
 Each slot keeps its last token back as *pending*: decoding feeds it and samples the next.  So a
 turn of n tokens is n decode steps, and no state has to be undone when a turn ends.
 
-All shapes are fixed: decoding runs on all slots, appending on `append_rows` slots at a time in
-one of a few lengths that depends on each row alone.  Decoding attends to the part of the cache
-that the running slots have filled, in one of a few lengths; the rest would only add exact zeros.
-So what a slot computes doesn't depend on its company.  Only ids and logprobs come to the host.
-Weights are an argument of each call; the engine keeps none.
+Shapes are fixed, a few of each kind.  An append call feeds `append_rows` slots; how long it is
+depends on each row alone.  A decode call covers all slots, or a fraction when few still run, and
+attends to the part of the cache that they have filled: the rest would only add exact zeros.  So
+what a slot computes doesn't depend on its company (tests compare bits).  Only ids and logprobs
+come to the host.  Weights are an argument of each call; the engine keeps none.
 
 Left out: eviction under memory pressure, meshes.
 """
@@ -45,14 +45,18 @@ Params = Any
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Shapes of an engine; every distinct value here is compiled once.
+    """Shapes of an engine.  Programs are compiled when first used: one for each append bucket,
+    one for each pair of decode rows and attended length, and one more.
 
     slots: episodes that are alive at a time.
     max_len: tokens a slot can hold, prompt and all turns together.
     append_rows: slots that one append call feeds.
     append_buckets: token counts of an append call; longer texts are fed in pieces.
-    attend_buckets: cache lengths that decoding attends to; None takes powers of two from 128.
-        Keep them multiples of 64, or sums may round differently from bucket to bucket.
+    attend_buckets: cache lengths that decoding attends to, besides `max_len`; None takes an
+        eighth, a quarter and a half of it.  Keep them multiples of 64, or sums may round
+        differently from one to the next.
+    decode_rows: how many slots a decode call may cover, besides all; None takes a quarter of
+        32 slots or more.
     decode_steps: decode steps per call, i.e. per host round trip.
     """
 
@@ -61,6 +65,7 @@ class EngineConfig:
     append_rows: int = 16
     append_buckets: tuple[int, ...] = (16, 64, 256)
     attend_buckets: tuple[int, ...] | None = None
+    decode_rows: tuple[int, ...] | None = None
     decode_steps: int = 16
 
     def __post_init__(self) -> None:
@@ -70,15 +75,19 @@ class EngineConfig:
                     f"EngineConfig.{name} must be at least 1, not {getattr(self, name)}"
                 )
         if self.attend_buckets is None:
-            powers = tuple(1 << n for n in range(7, self.max_len.bit_length()))
-            object.__setattr__(self, "attend_buckets", powers)
-        for name in ("append_buckets", "attend_buckets"):
-            buckets = tuple(getattr(self, name))
-            if name == "attend_buckets":
-                buckets = (*(b for b in buckets if b < self.max_len), self.max_len)
-            object.__setattr__(self, name, buckets)
-            if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
-                raise ValueError(f"EngineConfig.{name} must rise from 1 up, not {buckets}")
+            parts = sorted({-(-self.max_len // (128 * n)) * 128 for n in (2, 4, 8)})
+            object.__setattr__(self, "attend_buckets", tuple(parts))
+        if self.decode_rows is None:
+            quarter = (self.slots // 4,) if self.slots >= 32 else ()
+            object.__setattr__(self, "decode_rows", quarter)
+        tops = {"attend_buckets": self.max_len, "decode_rows": self.slots}
+        for name in ("append_buckets", *tops):
+            sizes = tuple(getattr(self, name))
+            if name in tops:
+                sizes = (*(size for size in sizes if size < tops[name]), tops[name])
+            object.__setattr__(self, name, sizes)
+            if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"EngineConfig.{name} must rise from 1 up, not {sizes}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class Engine:
     """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
 
     Attributes: `traces` counts compilations by function; `lengths` [slots] is the number of
-    tokens of each slot, the pending one included; `steps` counts decode steps so far.
+    tokens of each slot, the pending one included; `steps` counts decode steps so far and
+    `row_steps` the slots that they covered, idle ones included.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
@@ -117,17 +127,16 @@ class Engine:
         self.model, self.config, self.stop_id = model, config, stop_id
         self.traces: Counter[str] = Counter()
         self.lengths = np.zeros(config.slots, np.int32)
-        self.steps = 0
+        self.steps = self.row_steps = 0
         self._pending = np.zeros(config.slots, np.int32)
         self._rows = min(config.append_rows, config.slots)
         self._cache = init_cache(model, slots=config.slots, max_len=config.max_len)
-        axes, lengthwise = cache_axes(model, config.max_len)
-        self._append = self._jit("append", partial(_append, model, axes))
-        self._share = self._jit("share", partial(_share, axes), cache_argument=0)
+        axes = cache_axes(model, config.max_len)
+        self._append = self._jit("append", partial(_append, model, axes.slot))
+        self._share = self._jit("share", partial(_share, axes.slot), cache_argument=0)
         self._decode = {
             attend: self._jit(
-                "decode",
-                partial(_decode, model, lengthwise, attend, config.decode_steps, stop_id),
+                "decode", partial(_decode, model, axes, attend, config.decode_steps, stop_id)
             )
             for attend in config.attend_buckets or ()
         }
@@ -211,43 +220,59 @@ class Engine:
 
         A slot pauses at its stop token or when its budget is spent.  Temperature 0 is greedy.
         """
+        if not turns:
+            return {}
         config = self.config
-        keys = np.zeros((config.slots, 2), np.uint32)
-        budgets = np.zeros(config.slots, np.int32)
+        rows = next(size for size in config.decode_rows or () if size >= len(turns))
+        # A call for all slots leaves each in its place; rows without a turn idle.
+        places = {slot: slot if rows == config.slots else i for i, slot in enumerate(turns)}
+        slots = np.full(rows, config.slots, np.int32)
+        keys = np.zeros((rows, 2), np.uint32)
+        budgets = np.zeros(rows, np.int32)
+        furthest = 0
         for slot, turn in turns.items():
             if not 0 < turn.budget <= self.room(slot):
                 raise ValueError(
                     f"slot {slot} has room for {self.room(slot)} tokens, not {turn.budget}"
                 )
-            keys[slot], budgets[slot] = turn.key, turn.budget
-        # Every step feeds one token, the pending one first; the running slots decide the bucket.
-        furthest = max(
-            int(self.lengths[slot]) - 1 + min(turn.budget, config.decode_steps)
-            for slot, turn in turns.items()
-        )
-        attend = next(bucket for bucket in self._decode if bucket >= furthest)
+            row = places[slot]
+            slots[row], keys[row], budgets[row] = slot, turn.key, turn.budget
+            # Every step feeds one token, the pending one first.
+            fed = int(self.lengths[slot]) - 1 + min(turn.budget, config.decode_steps)
+            furthest = max(furthest, fed)
+        pending = self._pending[np.minimum(slots, config.slots - 1)]
+        attend = next(size for size in self._decode if size >= furthest)
         self._cache, outputs = self._decode[attend](
-            params, self._cache, self._pending.copy(), keys, budgets, np.float32(temperature)
+            params, self._cache, slots, pending, keys, budgets, np.float32(temperature)
         )
         tokens, logprobs, taken, steps = jax.device_get(outputs)
         self.steps += int(steps)
+        self.row_steps += int(steps) * rows
         results = {}
         for slot, turn in turns.items():
-            count = int(taken[slot])
-            ids = tokens[:count, slot].tolist()
+            row = places[slot]
+            count = int(taken[row])
+            ids = tokens[:count, row].tolist()
             self._pending[slot] = ids[-1]
             self.lengths[slot] += count
             ended = "stop" if ids[-1] == self.stop_id else None
             if ended is None and count == turn.budget:
                 ended = "length"
-            results[slot] = Sampled(ids, logprobs[:count, slot].tolist(), ended)
+            results[slot] = Sampled(ids, logprobs[:count, row].tolist(), ended)
         return results
 
 
-def cache_axes(model: ModelConfig, max_len: int) -> tuple[Any, Any]:
-    """The slot axis and the length axis of each cache leaf (-1: it has none), found by
-    comparing the shapes of caches of different sizes.  The length axis holds one entry per
-    token, as keys and values do."""
+@dataclass(frozen=True)
+class CacheAxes:
+    """Trees like the cache: the slot axis of each leaf, and its length axis (one entry per
+    token, as keys and values have; -1 where there is none)."""
+
+    slot: Any
+    length: Any
+
+
+def cache_axes(model: ModelConfig, max_len: int) -> CacheAxes:
+    """Found by comparing the shapes of caches of different sizes."""
 
     def shapes(slots: int, length: int) -> Any:
         return jax.eval_shape(partial(init_cache, model, slots=slots, max_len=length))
@@ -263,7 +288,7 @@ def cache_axes(model: ModelConfig, max_len: int) -> tuple[Any, Any]:
     by_slot = jax.tree.map(axis, one, shapes(2, max_len))
     if -1 in jax.tree.leaves(by_slot):
         raise ValueError("every cache leaf needs a slot axis")
-    return by_slot, jax.tree.map(axis, one, shapes(1, max_len + 1))
+    return CacheAxes(by_slot, jax.tree.map(axis, one, shapes(1, max_len + 1)))
 
 
 def _take(cache: Cache, axes: Any, slots: Int[Array, " rows"]) -> Cache:
@@ -305,29 +330,26 @@ def _share(
 
 def _decode(
     model: ModelConfig,
-    lengthwise: Any,
+    axes: CacheAxes,
     attend: int,
     steps: int,
     stop_id: int,
     params: Params,
     cache: Cache,
-    pending: Int[Array, " slots"],
-    keys: UInt32[Array, "slots 2"],
-    budgets: Int[Array, " slots"],
+    slots: Int[Array, " rows"],
+    pending: Int[Array, " rows"],
+    keys: UInt32[Array, "rows 2"],
+    budgets: Int[Array, " rows"],
     temperature: Float[Array, ""],
 ) -> tuple[Cache, tuple[Array, Array, Array, Array]]:
-    """Tokens and logprobs [steps, slots], how many of them count per slot, and steps run."""
-    slots = pending.shape[0]
+    """Tokens and logprobs [steps, rows], how many of them count per row, and steps run."""
+    rows = pending.shape[0]
     head = unembedding(params)
-    whole = cache
-    # Outside of the loop: a slice inside would be copied at every step.
-    cache = jax.tree.map(
-        lambda leaf, axis: leaf
-        if axis < 0
-        else jax.lax.slice_in_dim(leaf, 0, min(attend, leaf.shape[axis]), axis=axis),
-        cache,
-        lengthwise,
-    )
+    # Slices are taken outside of the loop: inside they would be copied at every step.
+    part = _head(cache, axes.length, attend)
+    everywhere = rows == cache["length"].shape[0]
+    if not everywhere:
+        part = _take(part, axes.slot, slots)
 
     def running(state: tuple) -> Array:
         step, _, _, active, *_ = state
@@ -348,20 +370,30 @@ def _decode(
 
     state = (
         jnp.int32(0),
-        cache,
+        part,
         pending,
         budgets > 0,
-        jnp.zeros((steps, slots), jnp.int32),
-        jnp.zeros((steps, slots), jnp.float32),
-        jnp.zeros(slots, jnp.int32),
+        jnp.zeros((steps, rows), jnp.int32),
+        jnp.zeros((steps, rows), jnp.float32),
+        jnp.zeros(rows, jnp.int32),
     )
-    step, cache, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
-    cache = jax.tree.map(
-        lambda leaf, part, axis: part
-        if axis < 0
-        else jax.lax.dynamic_update_slice_in_dim(leaf, part, 0, axis=axis),
-        whole,
-        cache,
-        lengthwise,
-    )
-    return cache, (tokens, logprobs, taken, step)
+    step, part, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
+    if not everywhere:
+        part = _put(_head(cache, axes.length, attend), axes.slot, slots, part)
+    return _put_head(cache, axes.length, part), (tokens, logprobs, taken, step)
+
+
+def _head(cache: Cache, axes: Any, size: int) -> Cache:
+    """The first `size` tokens of each leaf that has a length axis."""
+
+    def cut(leaf: Array, axis: int) -> Array:
+        return leaf if axis < 0 else jax.lax.slice_in_dim(leaf, 0, size, axis=axis)
+
+    return jax.tree.map(cut, cache, axes)
+
+
+def _put_head(cache: Cache, axes: Any, part: Cache) -> Cache:
+    def put(leaf: Array, new: Array, axis: int) -> Array:
+        return new if axis < 0 else jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=axis)
+
+    return jax.tree.map(put, cache, part, axes)

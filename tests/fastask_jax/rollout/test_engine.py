@@ -172,7 +172,9 @@ def test_only_a_bounded_number_of_programs(engine, params):
         turns = {s: Turn(key(s), int(random.integers(1, 8))) for s in slots}
         engine.decode(params, turns, float(random.integers(2)))
     assert engine.config.attend_buckets == (128, 384)
-    assert engine.traces == {"append": 2, "share": 1, "decode": 2}
+    assert engine.config.decode_rows == (2, 6)
+    assert engine.traces == {"append": 2, "share": 1, "decode": 4}
+    assert engine.steps < engine.row_steps < 6 * engine.steps
 
 
 def test_the_cache_is_donated(engine, params):
@@ -180,6 +182,15 @@ def test_the_cache_is_donated(engine, params):
     engine.append(params, {0: PROMPT}, fresh=True)
     engine.decode(params, {0: Turn(key(0), 2)}, 1.0)
     assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_default_shapes_are_few():
+    config = EngineConfig(slots=128, max_len=768)
+    assert config.attend_buckets == (128, 256, 384, 768)
+    assert config.decode_rows == (32, 128)
+    config = EngineConfig(slots=1, max_len=100)
+    assert (config.attend_buckets, config.decode_rows) == ((100,), (1,))
+    assert len(EngineConfig(slots=256, max_len=32_768).attend_buckets) == 4
 
 
 def test_misuse_gets_a_clear_error(engine, model, params):
@@ -196,5 +207,7 @@ def test_misuse_gets_a_clear_error(engine, model, params):
         Engine(model, EngineConfig(slots=1), model.vocab_size)
     with pytest.raises(ValueError, match="append_buckets must rise"):
         EngineConfig(append_buckets=(64, 16))
+    with pytest.raises(ValueError, match="decode_rows must rise"):
+        EngineConfig(decode_rows=(0,))
     with pytest.raises(ValueError, match="slots must be at least 1"):
         EngineConfig(slots=0)
