@@ -11,8 +11,9 @@ turn of n tokens is n decode steps, and no state has to be undone when a turn en
 Shapes are fixed, a few of each kind.  An append call feeds `append_rows` slots; how long it is
 depends on each row alone.  A decode call covers all slots, or a fraction when few still run, and
 attends to the part of the cache that they have filled: the rest would only add exact zeros.  So
-what a slot computes doesn't depend on its company (tests compare bits).  Only ids and logprobs
-come to the host.  Weights are an argument of each call; the engine keeps none.
+what a slot computes doesn't depend on its company (tests compare bits), unless `decode_rows` lets
+calls cover fewer slots.  Only ids and logprobs come to the host.  Weights are an argument of each
+call; the engine keeps none.
 
 Left out: eviction under memory pressure, meshes.
 """
@@ -55,8 +56,10 @@ class EngineConfig:
     attend_buckets: cache lengths that decoding attends to, besides `max_len`; None takes an
         eighth, a quarter and a half of it.  Keep them multiples of 64, or sums may round
         differently from one to the next.
-    decode_rows: how many slots a decode call may cover, besides all; None takes a quarter of
-        32 slots or more.
+    decode_rows: how many slots a decode call may cover, besides all; none by default.  CPU
+        matrix products round a row otherwise among 16 rows than among 64, and how many slots
+        run depends on how long tools take: with fewer rows a run is faster, but two equal runs
+        (or a resumed one) may differ in the last bits.
     decode_steps: decode steps per call, i.e. per host round trip.
     """
 
@@ -78,8 +81,7 @@ class EngineConfig:
             parts = sorted({-(-self.max_len // (128 * n)) * 128 for n in (2, 4, 8)})
             object.__setattr__(self, "attend_buckets", tuple(parts))
         if self.decode_rows is None:
-            quarter = (self.slots // 4,) if self.slots >= 32 else ()
-            object.__setattr__(self, "decode_rows", quarter)
+            object.__setattr__(self, "decode_rows", ())
         tops = {"attend_buckets": self.max_len, "decode_rows": self.slots}
         for name in ("append_buckets", *tops):
             sizes = tuple(getattr(self, name))

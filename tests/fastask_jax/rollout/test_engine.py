@@ -158,6 +158,36 @@ def test_turns_end_at_the_stop_token(engine, params):
     assert engine.steps - steps == max(len(got.ids) for got in results.values())
 
 
+@pytest.mark.slow
+def test_how_many_slots_run_and_how_far_they_are_changes_no_bit():
+    """At the shapes and with the weights of the quickstart: small products hide what large ones
+    round differently."""
+    from dataclasses import replace
+
+    from fastask_jax.model import PRESETS, load_params
+    from fastask_jax.model.tokenizers import shipped_weights
+
+    model, params = load_params(shipped_weights("tiny"))
+    wanted = PRESETS["tiny"]
+    model = replace(model, scan_unroll=wanted.scan_unroll, delta_chunk=wanted.delta_chunk)
+    config = EngineConfig(slots=64, max_len=768, append_buckets=(64,), attend_buckets=(128,))
+    engine = Engine(model, config, 2)
+    prompts = {s: [(17 * s + 31 * i) % 2000 + 300 for i in range(40)] for s in range(63)}
+    orders = {s: Turn(key(s), 16) for s in prompts}
+
+    def decode(slots, neighbour=40):
+        engine.append(params, prompts | {63: [300] * neighbour}, fresh=True)
+        turns = {s: orders[s] for s in slots} | {63: Turn(key(63), 16)}
+        found = engine.decode(params, turns, 1.0)
+        return {s: (found[s].ids, found[s].logprobs) for s in slots}
+
+    everyone = decode(prompts)
+    few = (0, 7, 30)
+    assert decode(few) == {s: everyone[s] for s in few}
+    assert decode(prompts, neighbour=300) == everyone  # beyond the first attended length
+    assert engine.traces["decode"] == 2
+
+
 def test_only_a_bounded_number_of_programs(engine, params):
     slots_of = engine.config.slots
     random = np.random.default_rng(0)
@@ -187,7 +217,7 @@ def test_the_cache_is_donated(engine, params):
 def test_default_shapes_are_few():
     config = EngineConfig(slots=128, max_len=768)
     assert config.attend_buckets == (128, 256, 384, 768)
-    assert config.decode_rows == (32, 128)
+    assert config.decode_rows == (128,)
     config = EngineConfig(slots=1, max_len=100)
     assert (config.attend_buckets, config.decode_rows) == ((100,), (1,))
     assert len(EngineConfig(slots=256, max_len=32_768).attend_buckets) == 4
