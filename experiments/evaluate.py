@@ -65,7 +65,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
 
 def check_asked_as_trained(folder: PolicyFolder, run: Config) -> None:
     """Raises ValueError where the run would put its questions otherwise than the training did:
-    the policy would look worse than it is."""
+    the policy would look worse than it is.  A folder that belongs to no run says nothing."""
+    if folder.path.name != "policy" or not (folder.path.parent / "config.json").is_file():
+        return
     pairs = {
         f"env.{name}": (getattr(folder.env, name), getattr(run.env, name))
         for name in ("prompt", "list_sheets", "max_turns", "max_calls")
