@@ -10,6 +10,7 @@ reward.png, checkpoints/ and policy/ (the trained weights, for `fastask ask --ch
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,11 @@ class Config:
                 f"rollout.temperature ({self.rollout.temperature}) and objective.temperature "
                 f"({self.objective.temperature}) must be equal: one distribution"
             )
+        if self.objective.kl_coef:
+            raise ValueError(
+                "objective.kl_coef needs the logprobs of a reference policy, which this loop "
+                "doesn't make; leave it at 0"
+            )
         if max(self.pack.row_lengths) < self.engine.max_len:
             raise ValueError(
                 f"pack.row_lengths must reach engine.max_len ({self.engine.max_len}), so that "
@@ -141,12 +147,20 @@ def build(config: Config) -> Iterator[Built]:
         yield Built(model, params, Actor(engine, chat, pool, TOOLS, config.rollout))
 
 
+def save_policy(run_dir: Path, model: ModelConfig, params: Any) -> None:
+    """Writes RUN/policy whole or not at all: a kill leaves the one before."""
+    folder, scratch = run_dir / "policy", run_dir / "policy.partial"
+    shutil.rmtree(scratch, ignore_errors=True)
+    save_params(scratch, model, params)
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+
+
 def train(
     config: Config, on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
 ) -> dict[str, list[Record]]:
     """Runs the config; returns the held-out records of blind, base, trained and oracle."""
     began = time.monotonic()
-    save_config(config, config.run_dir)
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
     with build(config) as built:
         trainer = Trainer(
@@ -163,9 +177,10 @@ def train(
             stream=config.tasks.stream("train"),
             eval_tasks=heldout,
             on_eval=on_eval,
+            on_start=lambda: save_config(config, config.run_dir),
         )
         state = trainer.run(built.params, config.resume)
-        save_params(config.run_dir / "policy", built.model, state.params)
+        save_policy(config.run_dir, built.model, state.params)
         policies: dict[str, list[Record]] = {}
         if heldout:
             policies = {

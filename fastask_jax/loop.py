@@ -168,6 +168,7 @@ class Trainer:
     stream: Any
     eval_tasks: Sequence[Any]
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
+    on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
     _checkpoints: Checkpointer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,6 +191,7 @@ class Trainer:
             state, done = restored.state, int(restored.host_state["step"])
             self._check_resumable(done, restored.host_state.get("settings", {}))
             self.stream.cursor = int(restored.host_state["cursor"])
+        self.on_start()
         with (
             self._checkpoints,
             MetricsWriter(self.run_dir, self._kept(done, resume)) as metrics,

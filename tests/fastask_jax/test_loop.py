@@ -170,6 +170,15 @@ def test_an_earlier_run_is_not_overwritten(finished):
     assert error.count("\n") == 1 and "--resume true" in error
 
 
+@pytest.mark.slow
+def test_a_refused_resume_leaves_the_config_alone(finished):
+    before = (finished[0] / "config.json").read_text()
+    process = start(small(finished[0], steps=4, seed=3), "--resume=true")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and "loop.seed=0" in error
+    assert (finished[0] / "config.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
@@ -178,6 +187,7 @@ def test_an_earlier_run_is_not_overwritten(finished):
         ("--loop.steps=soon", "loop.steps"),
         ("--model=huge", "qwen3.5-35b-a3b"),
         ("--rollout.temperature=0.5", "one distribution"),
+        ("--objective.kl_coef=0.1", "reference policy"),
     ],
 )
 def test_bad_fields_are_one_line_and_exit_2(flag, said):
