@@ -18,8 +18,14 @@ def test_the_line_holds_medians_and_the_workload(capsys):
 
 @pytest.mark.parametrize("higher, ratio", [(True, 2.0), (False, 0.5)])
 def test_a_ratio_above_one_means_ours_is_better(higher, ratio, capsys):
-    line = report("x", "s", [10.0, 8.0, 12.0], peer="theirs", peer_runs=[5.0, 5.0, 90.0],
-                  higher_is_better=higher)
+    line = report(
+        "x",
+        "s",
+        [10.0, 8.0, 12.0],
+        peer="theirs",
+        peer_runs=[5.0, 5.0, 90.0],
+        higher_is_better=higher,
+    )
     assert (line["peer"], line["peer_value"], line["ratio"]) == ("theirs", 5.0, ratio)
     assert capsys.readouterr().out.count("\n") == 1
 

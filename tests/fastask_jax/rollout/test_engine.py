@@ -189,6 +189,8 @@ def test_how_many_slots_run_and_how_far_they_are_changes_no_bit():
 
 
 def test_only_a_bounded_number_of_programs(engine, params):
+    few = dataclasses.replace(engine.config, decode_rows=(2,))
+    engine = Engine(engine.model, few, engine.stop_id)
     slots_of = engine.config.slots
     random = np.random.default_rng(0)
     for _ in range(40):

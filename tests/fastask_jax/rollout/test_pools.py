@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from envs.core import Reply
-from envs.fast_ask import make_task
+from envs.fast_ask import KINDS, make_task
 from envs.fast_ask.env import FastAskConfig, FastAskEnv, make_env
 from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
@@ -22,7 +22,7 @@ def played(trajectories):
 
 
 def test_worker_processes_give_the_same_trajectories(tiny_params, engine, chat):
-    tasks = [make_task(seed, difficulty="easy", scale="tiny") for seed in range(3)]
+    tasks = [make_task(seed, type) for seed, type in enumerate(list(KINDS)[:3])]
     settings = (FastAskConfig(prompt="short"), SandboxConfig())
 
     def run(pool):
@@ -34,9 +34,11 @@ def test_worker_processes_give_the_same_trajectories(tiny_params, engine, chat):
     with EnvPool("envs.fast_ask.env:make_env", settings, PoolConfig(workers=1)) as pool:
         remote = run(pool)
         assert pool.stats()["live"] == 0
+
     maker = make_env(settings)
     try:
-        assert played(run(InlinePool(maker))) == played(remote)
+        inl = played(run(InlinePool(maker)))
+        assert inl == played(remote)
     finally:
         maker.close()
     assert [t.task_id for t in remote] == [task.id for task in tasks for _ in range(2)]
