@@ -37,8 +37,8 @@ def small(run_dir: Path, **loop) -> Config:
         tasks=TaskConfig(difficulties=("easy",)),
         loop=LoopConfig(**(settings | loop)),
         rollout=RolloutConfig(max_turn_tokens=128, max_tokens=256),
-        engine=EngineConfig(slots=12, max_len=512, append_buckets=(64,), attend_buckets=(512,)),
-        pack=PackConfig((512,), 4, 4),
+        engine=EngineConfig(slots=16, max_len=512, append_buckets=(64,), attend_buckets=(512,)),
+        pack=PackConfig((512,), 4, 16),
         pool=PoolConfig(workers=1),
     )
 
@@ -118,7 +118,7 @@ def test_killed_pool_workers_change_nothing(finished, tmp_path):
         kills, over = [], threading.Event()
 
         def assassin():
-            while not over.wait(0.5):
+            while not over.wait(2.0):
                 for worker in built.actor.pool.stats()["workers"]:
                     kills.append(worker["pid"])
                     os.kill(worker["pid"], signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_killed_pool_workers_change_nothing(finished, tmp_path):
         finally:
             over.set()
             thread.join()
-    assert len(kills) > 2
+    assert len(kills) > 1
     expected = [{k: line[k] for k in SAME if k in line} for line in values(finished[0])[1:3]]
     found = [{k: line[k] for k in SAME if k in line} for line in values(config.run_dir)[1:3]]
     assert found == expected and "train/reward" in found[0]
