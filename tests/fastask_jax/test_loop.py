@@ -150,14 +150,15 @@ def test_a_run_compiles_a_handful_of_times(tmp_path):
             built.model, config.objective, config.optimizer, micro_batch_rows=4
         )
         heldout = config.tasks.stream("heldout").take(3)
-        Trainer(
+        state = Trainer(
             config.loop, config.run_dir, step_fn, config.pack, built.actor,
             config.tasks.stream("train"), heldout,
         ).run(built.params)  # fmt: skip
         traces = dict(built.actor.engine.traces)
         assert step_fn.traces == 1
-        assert traces["decode"] == 1 and traces["append"] == 1 and traces.get("share", 0) <= 1
-        again = built.actor.evaluate(built.params, 0, heldout)
+        # A fresh cache lies on its device otherwise than one that a call returned: twice at most.
+        assert set(traces) <= {"append", "share", "decode"} and max(traces.values()) <= 2
+        again = built.actor.evaluate(state.params, 0, heldout)
         assert dict(built.actor.engine.traces) == traces
         assert {r["task"] for r in again} == {t.id for t in heldout}
 
