@@ -19,7 +19,7 @@ _LOW = -1e30
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Shapes as in `kernels.attention.attention`."""
     batch, length, heads, width = q.shape
-    groups = k.shape[2]
+    groups, kind = k.shape[2], q.dtype
     pad = -length % _BLOCK
     # Padding is a segment of its own that no query of the row looks at.
     run = jnp.pad(_runs(segment_ids), ((0, 0), (0, pad)), constant_values=length)
@@ -33,7 +33,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
     out = _attention(q, k, v, run.reshape(batch, -1, _BLOCK))
     out = out.reshape(batch, -1, groups, heads // groups, _BLOCK, width)
     out = out.transpose(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, width)
-    return out[:, :length]
+    return out[:, :length].astype(kind)
 
 
 def _runs(segment_ids: jax.Array) -> jax.Array:

@@ -47,7 +47,6 @@ def gated_delta(
 
     q, k, v, log_decay, beta = (fold(x) for x in (q, k, v, log_decay, beta))
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    cumulative = jnp.cumsum(log_decay, axis=-1)
     if segment_ids is None:
         related = lower
         reads_state = feeds_state = keeps_state = jnp.array(True)
@@ -58,6 +57,12 @@ def gated_delta(
         reads_state = (run == before[..., None])[:, None]
         feeds_state = (run == run[..., -1:])[:, None]
         keeps_state = (run[..., -1] == before)[:, None]
+    # Sums restart with the segment: no rounding of one segment depends on another.
+    cumulative = jnp.einsum(
+        "...ij,...j->...i", jnp.broadcast_to(related, (*q.shape[:3], chunk, chunk)).astype(
+            jnp.float32
+        ), log_decay
+    )
 
     def masked_exp(x, mask):
         """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""

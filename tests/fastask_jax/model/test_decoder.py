@@ -1,0 +1,161 @@
+"""The packed forward pass: packing changes nothing, and equivalent configs agree."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from fastask_jax.model import forward, init_params, load_balance_loss, unembedding
+
+
+@pytest.fixture(scope="module")
+def params(small):
+    return init_params(small, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def run(quick_jit):
+    """`(cfg, params, tokens, positions, segment_ids, cotangent) -> (hidden, aux, gradients)`."""
+
+    def objective(cfg, params, tokens, positions, segment_ids, cotangent):
+        hidden, aux = forward(cfg, params, tokens, positions, segment_ids)
+        return jnp.vdot(hidden, cotangent), (hidden, aux)
+
+    compiled = quick_jit(jax.value_and_grad(objective, 1, has_aux=True), static_argnums=0)
+
+    def call(*arguments):
+        (_, (hidden, aux)), grads = compiled(*arguments)
+        return hidden, aux, grads
+
+    return call
+
+
+LENGTHS = (37, 1, 20, 22)  # of the segments of a row of 96 tokens; the rest is padding
+
+
+@pytest.fixture(scope="module")
+def example(small):
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, small.vocab_size, (2, 96)).astype(np.int32)
+    ids, positions = np.zeros_like(tokens), np.zeros_like(tokens)
+    start = 0
+    for number, length in enumerate(LENGTHS, 1):
+        ids[:, start : start + length] = number
+        positions[:, start : start + length] = np.arange(length)
+        start += length
+    cotangent = random.normal(size=(2, 96, small.hidden_size)).astype(np.float32)
+    return tokens, positions, ids, cotangent * (ids > 0)[..., None]
+
+
+def close(x, y, tolerance=1e-5):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True
+    ):
+        error = float(jnp.linalg.norm(a - b)) / (float(jnp.linalg.norm(b)) + 1e-6)
+        assert error <= tolerance, (jax.tree_util.keystr(path), error)
+
+
+def test_packed_equals_unpacked_for_values_and_every_gradient(small, params, run, example):
+    tokens, positions, ids, cotangent = example
+    hidden, aux, grads = run(small, params, *example)
+    # The same segments, one to a row, padded to a common length: one more compilation.
+    longest = max(LENGTHS)
+    rows = [(b, n) for b in range(2) for n in range(1, 5)]
+    alone = [np.zeros((len(rows), longest, *x.shape[2:]), x.dtype) for x in example]
+    for row, (b, n) in enumerate(rows):
+        where = ids[b] == n
+        for target, x in zip(alone, example, strict=True):
+            target[row, : where.sum()] = x[b][where]
+    alone_hidden, alone_aux, alone_grads = run(small, params, *alone)
+    for row, (b, n) in enumerate(rows):
+        where = ids[b] == n
+        np.testing.assert_allclose(
+            hidden[b][where], alone_hidden[row, : where.sum()], rtol=1e-5, atol=1e-5
+        )
+    close(grads, alone_grads)
+    close(aux, alone_aux)
+
+
+def test_other_segments_and_padding_have_no_influence(small, params, run, example):
+    tokens, positions, ids, cotangent = example
+    only = ids == 3
+    changed = np.where(only, tokens, (tokens + 7) % small.vocab_size).astype(np.int32)
+    arguments = positions, ids, cotangent * only[..., None]
+    hidden, _, grads = run(small, params, tokens, *arguments)
+    other_hidden, _, other_grads = run(small, params, changed, *arguments)
+    np.testing.assert_array_equal(hidden[only], other_hidden[only])
+    # The embedding's gradient stays with the tokens of the segment.
+    close(grads["blocks"], other_grads["blocks"], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scan_unroll": 2},
+        {"remat": "block"},
+        {"moe_implementation": "sorted"},
+        {"delta_chunk": 32},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_equivalent_configs_agree(small, params, run, example, change):
+    expected = run(small, params, *example)
+    got = run(dataclasses.replace(small, **change), params, *example)
+    close(got, expected)
+
+
+def test_bfloat16_activations_stay_near_float32(small, params, run, example, quick_jit):
+    hidden, _, _ = run(small, params, *example)
+    low, _ = quick_jit(forward, static_argnums=0)(
+        dataclasses.replace(small, dtype="bfloat16"), params, *example[:3]
+    )
+    assert low.dtype == jnp.bfloat16
+    real = example[2] > 0
+    one, other = np.asarray(low, np.float32)[real], np.asarray(hidden)[real]
+    # Rounding moves a few tokens to another expert, so only the whole is compared.
+    assert np.vdot(one, other) / (np.linalg.norm(one) * np.linalg.norm(other)) > 0.95
+
+
+def test_router_sums_count_real_tokens_only(small, params, run, example):
+    _, aux, _ = run(small, params, *example)
+    real = 2 * sum(LENGTHS)
+    assert aux["expert_counts"].shape == (small.num_layers, small.num_experts)
+    assert float(aux["tokens"]) == real
+    np.testing.assert_allclose(
+        aux["expert_counts"].sum(axis=-1), real * small.num_experts_per_tok
+    )
+    np.testing.assert_allclose(aux["router_probs"].sum(axis=-1), real, rtol=1e-5)
+
+
+def test_load_balance_of_even_and_of_collapsed_routing(small):
+    shape = (small.num_layers, small.num_experts)
+    even = {
+        "expert_counts": jnp.full(shape, 50.0),
+        "router_probs": jnp.full(shape, 25.0),
+        "tokens": jnp.float32(100.0),
+    }
+    np.testing.assert_allclose(load_balance_loss(small, even), small.num_experts_per_tok)
+    one = jnp.zeros(shape).at[:, 0].set(100.0)
+    collapsed = {"expert_counts": one, "router_probs": one, "tokens": jnp.float32(100.0)}
+    np.testing.assert_allclose(load_balance_loss(small, collapsed), small.num_experts)
+
+
+def test_parameters_are_plain_and_seeded(small, params):
+    assert type(params) is dict and type(params["blocks"]["layer_0"]["mixer"]) is dict
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    again, other = (init_params(small, jax.random.key(seed)) for seed in (0, 1))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, again)))
+    assert not np.array_equal(params["embedding"], other["embedding"])
+    # Stacked copies of a layer differ from each other.
+    router = params["blocks"]["layer_0"]["moe"]["router"]
+    assert router.shape[0] == small.num_blocks and not np.array_equal(router[0], router[1])
+
+
+def test_untied_head(small):
+    untied = dataclasses.replace(small, tie_word_embeddings=False)
+    params = init_params(untied, jax.random.key(0))
+    assert unembedding(params) is params["head"]
+    tied = init_params(small, jax.random.key(0))
+    np.testing.assert_array_equal(unembedding(tied), tied["embedding"].T)
