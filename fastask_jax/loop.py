@@ -294,7 +294,7 @@ class Trainer:
             "time/append": stats.append_seconds,
             "time/decode": stats.decode_seconds,
             "time/pool": stats.pool_seconds,
-            "rollout/occupancy": stats.occupancy(self.actor.engine.config.slots),
+            "rollout/occupancy": stats.occupancy,
         }
         for name in records[0]["parts"]:
             values[f"train/{name}"] = float(np.mean([r["parts"][name] for r in records]))

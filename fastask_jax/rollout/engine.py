@@ -8,12 +8,11 @@ tokens in all running slots in one call.  While a tool runs its slot just isn't 
 Each slot keeps its last token back as *pending*: decoding feeds it and samples the next.  So a
 turn of n tokens is n decode steps, and no state has to be undone when a turn ends.
 
-Shapes are fixed, a few of each kind.  An append call feeds `append_rows` slots; how long it is
-depends on each row alone.  A decode call covers all slots, or a fraction when few still run, and
-attends to the part of the cache that they have filled: the rest would only add exact zeros.  So
-what a slot computes doesn't depend on its company (tests compare bits), unless `decode_rows` lets
-calls cover fewer slots.  Only ids and logprobs come to the host.  Weights are an argument of each
-call; the engine keeps none.
+What a slot computes doesn't depend on its company, bit for bit, although calls take whichever
+slots are ready: each kind of call covers a fixed number of rows, and its other sizes (how long a
+text is, how much of the cache is attended to) follow from each row alone; rows of different sizes
+go into different calls.  So results don't depend on when tools answer.  Only ids and logprobs
+come to the host.  Weights are an argument of each call; the engine keeps none.
 
 Left out: eviction under memory pressure, meshes.
 """
@@ -47,19 +46,16 @@ Params = Any
 @dataclass(frozen=True)
 class EngineConfig:
     """Shapes of an engine.  Programs are compiled when first used: one for each append bucket,
-    one for each pair of decode rows and attended length, and one more.
+    one for each attend bucket, and one to share prompts.
 
     slots: episodes that are alive at a time.
     max_len: tokens a slot can hold, prompt and all turns together.
     append_rows: slots that one append call feeds.
     append_buckets: token counts of an append call; longer texts are fed in pieces.
+    decode_rows: slots that one decode call covers, at most all.  Small calls waste less when few
+        slots run, and suit CPUs; accelerators want all slots in one.
     attend_buckets: cache lengths that decoding attends to, besides `max_len`; None takes an
-        eighth, a quarter and a half of it.  Keep them multiples of 64, or sums may round
-        differently from one to the next.
-    decode_rows: how many slots a decode call may cover, besides all; none by default.  CPU
-        matrix products round a row otherwise among 16 rows than among 64, and how many slots
-        run depends on how long tools take: with fewer rows a run is faster, but two equal runs
-        (or a resumed one) may differ in the last bits.
+        eighth, a quarter and a half of it.
     decode_steps: decode steps per call, i.e. per host round trip.
     """
 
@@ -67,27 +63,26 @@ class EngineConfig:
     max_len: int = 1024
     append_rows: int = 16
     append_buckets: tuple[int, ...] = (16, 64, 256)
+    decode_rows: int = 32
     attend_buckets: tuple[int, ...] | None = None
-    decode_rows: tuple[int, ...] | None = None
     decode_steps: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_len", "append_rows", "decode_steps"):
+        for name in ("slots", "max_len", "append_rows", "decode_rows", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"EngineConfig.{name} must be at least 1, not {getattr(self, name)}"
                 )
-        if self.attend_buckets is None:
-            parts = sorted({-(-self.max_len // (128 * n)) * 128 for n in (2, 4, 8)})
-            object.__setattr__(self, "attend_buckets", tuple(parts))
-        if self.decode_rows is None:
-            object.__setattr__(self, "decode_rows", ())
-        tops = {"attend_buckets": self.max_len, "decode_rows": self.slots}
-        for name in ("append_buckets", *tops):
-            sizes = tuple(getattr(self, name))
-            if name in tops:
-                sizes = (*(size for size in sizes if size < tops[name]), tops[name])
-            object.__setattr__(self, name, sizes)
+        for name in ("append_rows", "decode_rows"):
+            object.__setattr__(self, name, min(getattr(self, name), self.slots))
+        attend = self.attend_buckets
+        if attend is None:
+            attend = tuple(sorted({-(-self.max_len // (128 * n)) * 128 for n in (2, 4, 8)}))
+        attend = (*(size for size in attend if size < self.max_len), self.max_len)
+        object.__setattr__(self, "attend_buckets", attend)
+        object.__setattr__(self, "append_buckets", tuple(self.append_buckets))
+        for name in ("append_buckets", "attend_buckets"):
+            sizes = getattr(self, name)
             if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"EngineConfig.{name} must rise from 1 up, not {sizes}")
 
@@ -116,8 +111,8 @@ class Engine:
     """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
 
     Attributes: `traces` counts compilations by function; `lengths` [slots] is the number of
-    tokens of each slot, the pending one included; `steps` counts decode steps so far and
-    `row_steps` the slots that they covered, idle ones included.
+    tokens of each slot, the pending one included; `row_steps` counts rows times decode steps so
+    far, idle rows included.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
@@ -129,13 +124,13 @@ class Engine:
         self.model, self.config, self.stop_id = model, config, stop_id
         self.traces: Counter[str] = Counter()
         self.lengths = np.zeros(config.slots, np.int32)
-        self.steps = self.row_steps = 0
+        self.row_steps = 0
         self._pending = np.zeros(config.slots, np.int32)
-        self._rows = min(config.append_rows, config.slots)
         self._cache = init_cache(model, slots=config.slots, max_len=config.max_len)
         axes = cache_axes(model, config.max_len)
-        self._append = self._jit("append", partial(_append, model, axes.slot))
-        self._share = self._jit("share", partial(_share, axes.slot), cache_argument=0)
+        self._append = self._jit("append", partial(_append, model, axes, config.max_len))
+        share = partial(_share, axes, config.max_len)
+        self._share = self._jit("share", share, cache_argument=0)
         self._decode = {
             attend: self._jit(
                 "decode", partial(_decode, model, axes, attend, config.decode_steps, stop_id)
@@ -191,13 +186,13 @@ class Engine:
             bucket = next(b for b in self.config.append_buckets if b >= len(piece[1]))
             by_bucket.setdefault(bucket, []).append(piece)
         for bucket, members in sorted(by_bucket.items()):
-            for start in range(0, len(members), self._rows):
-                batch = members[start : start + self._rows]
+            for start in range(0, len(members), self.config.append_rows):
+                batch = members[start : start + self.config.append_rows]
                 # Rows without a piece point behind the last slot: nothing is written for them.
-                slots = np.full(self._rows, self.config.slots, np.int32)
-                tokens = np.zeros((self._rows, bucket), np.int32)
-                counts = np.zeros(self._rows, np.int32)
-                fresh = np.zeros(self._rows, bool)
+                slots = np.full(self.config.append_rows, self.config.slots, np.int32)
+                tokens = np.zeros((self.config.append_rows, bucket), np.int32)
+                counts = np.zeros(self.config.append_rows, np.int32)
+                fresh = np.zeros(self.config.append_rows, bool)
                 for row, (slot, ids, new) in enumerate(batch):
                     slots[row], counts[row], fresh[row] = slot, len(ids), new
                     tokens[row, : len(ids)] = ids
@@ -206,10 +201,10 @@ class Engine:
     def share(self, sources: Mapping[int, int]) -> None:
         """Slot `target` takes the state of slot `sources[target]`; no source is a target."""
         pairs = list(sources.items())
-        for start in range(0, len(pairs), self._rows):
-            targets = np.full(self._rows, self.config.slots, np.int32)
-            origins = np.zeros(self._rows, np.int32)
-            for row, (target, origin) in enumerate(pairs[start : start + self._rows]):
+        for start in range(0, len(pairs), self.config.append_rows):
+            targets = np.full(self.config.append_rows, self.config.slots, np.int32)
+            origins = np.zeros(self.config.append_rows, np.int32)
+            for row, (target, origin) in enumerate(pairs[start : start + self.config.append_rows]):
                 targets[row], origins[row] = target, origin
                 self.lengths[target] = self.lengths[origin]
                 self._pending[target] = self._pending[origin]
@@ -222,43 +217,67 @@ class Engine:
 
         A slot pauses at its stop token or when its budget is spent.  Temperature 0 is greedy.
         """
-        if not turns:
-            return {}
         config = self.config
-        rows = next(size for size in config.decode_rows or () if size >= len(turns))
-        # A call for all slots leaves each in its place; rows without a turn idle.
-        places = {slot: slot if rows == config.slots else i for i, slot in enumerate(turns)}
-        slots = np.full(rows, config.slots, np.int32)
-        keys = np.zeros((rows, 2), np.uint32)
-        budgets = np.zeros(rows, np.int32)
-        furthest = 0
+        by_bucket: dict[int, list[int]] = {}
         for slot, turn in turns.items():
             if not 0 < turn.budget <= self.room(slot):
                 raise ValueError(
                     f"slot {slot} has room for {self.room(slot)} tokens, not {turn.budget}"
                 )
-            row = places[slot]
-            slots[row], keys[row], budgets[row] = slot, turn.key, turn.budget
             # Every step feeds one token, the pending one first.
             fed = int(self.lengths[slot]) - 1 + min(turn.budget, config.decode_steps)
-            furthest = max(furthest, fed)
-        pending = self._pending[np.minimum(slots, config.slots - 1)]
-        attend = next(size for size in self._decode if size >= furthest)
-        self._cache, outputs = self._decode[attend](
+            bucket = next(size for size in self._decode if size >= fed)
+            by_bucket.setdefault(bucket, []).append(slot)
+        calls = []
+        for bucket, members in sorted(by_bucket.items()):
+            for start in range(0, len(members), config.decode_rows):
+                batch = members[start : start + config.decode_rows]
+                calls.append((batch, self._decode_rows(params, bucket, batch, turns, temperature)))
+        results: dict[int, Sampled] = {}
+        for batch, outputs in calls:
+            results |= self._collect(batch, turns, *jax.device_get(outputs))
+        return results
+
+    def _decode_rows(
+        self,
+        params: Params,
+        bucket: int,
+        batch: list[int],
+        turns: Mapping[int, Turn],
+        temperature: float,
+    ) -> tuple[Array, ...]:
+        """Starts one decode call; `batch` fills its first rows, the others idle."""
+        rows = self.config.decode_rows
+        slots = np.full(rows, self.config.slots, np.int32)
+        pending = np.zeros(rows, np.int32)
+        keys = np.zeros((rows, 2), np.uint32)
+        budgets = np.zeros(rows, np.int32)
+        for row, slot in enumerate(batch):
+            slots[row], pending[row] = slot, self._pending[slot]
+            keys[row], budgets[row] = turns[slot].key, turns[slot].budget
+        self._cache, outputs = self._decode[bucket](
             params, self._cache, slots, pending, keys, budgets, np.float32(temperature)
         )
-        tokens, logprobs, taken, steps = jax.device_get(outputs)
-        self.steps += int(steps)
-        self.row_steps += int(steps) * rows
+        return outputs
+
+    def _collect(
+        self,
+        batch: list[int],
+        turns: Mapping[int, Turn],
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        taken: np.ndarray,
+        steps: np.ndarray,
+    ) -> dict[int, Sampled]:
+        self.row_steps += int(steps) * self.config.decode_rows
         results = {}
-        for slot, turn in turns.items():
-            row = places[slot]
+        for row, slot in enumerate(batch):
             count = int(taken[row])
             ids = tokens[:count, row].tolist()
             self._pending[slot] = ids[-1]
             self.lengths[slot] += count
             ended = "stop" if ids[-1] == self.stop_id else None
-            if ended is None and count == turn.budget:
+            if ended is None and count == turns[slot].budget:
                 ended = "length"
             results[slot] = Sampled(ids, logprobs[:count, row].tolist(), ended)
         return results
@@ -293,25 +312,39 @@ def cache_axes(model: ModelConfig, max_len: int) -> CacheAxes:
     return CacheAxes(by_slot, jax.tree.map(axis, one, shapes(1, max_len + 1)))
 
 
-def _take(cache: Cache, axes: Any, slots: Int[Array, " rows"]) -> Cache:
-    return jax.tree.map(
-        lambda leaf, axis: jnp.take(leaf, slots, axis=axis, mode="clip"), cache, axes
-    )
+def _where(slots: Array, attend: int, slot_axis: int, length_axis: int) -> tuple:
+    """The index of some slots, and of their first `attend` tokens where a leaf has tokens."""
+    index: list[Any] = [slice(None)] * (max(slot_axis, length_axis) + 1)
+    index[slot_axis] = slots
+    if length_axis >= 0:
+        index[length_axis] = slice(0, attend)
+    return tuple(index)
 
 
-def _put(cache: Cache, axes: Any, slots: Int[Array, " rows"], rows: Cache) -> Cache:
-    """Rows whose slot is out of bounds are dropped."""
+def _take(cache: Cache, axes: CacheAxes, slots: Int[Array, " rows"], attend: int) -> Cache:
+    """The state of some slots as a cache of its own that can hold `attend` tokens."""
 
-    def put(leaf: Array, new: Array, axis: int) -> Array:
-        where = (slice(None),) * axis + (slots,)
-        return leaf.at[where].set(new, mode="drop")
+    def take(leaf: Array, slot: int, length: int) -> Array:
+        return leaf.at[_where(slots, attend, slot, length)].get(mode="clip")
 
-    return jax.tree.map(put, cache, rows, axes)
+    return jax.tree.map(take, cache, axes.slot, axes.length)
+
+
+def _put(
+    cache: Cache, axes: CacheAxes, slots: Int[Array, " rows"], attend: int, rows: Cache
+) -> Cache:
+    """The opposite of `_take`; rows whose slot is out of bounds are dropped."""
+
+    def put(leaf: Array, new: Array, slot: int, length: int) -> Array:
+        return leaf.at[_where(slots, attend, slot, length)].set(new, mode="drop")
+
+    return jax.tree.map(put, cache, rows, axes.slot, axes.length)
 
 
 def _append(
     model: ModelConfig,
-    axes: Any,
+    axes: CacheAxes,
+    max_len: int,
     params: Params,
     cache: Cache,
     slots: Int[Array, " rows"],
@@ -319,15 +352,19 @@ def _append(
     counts: Int[Array, " rows"],
     fresh: Bool[Array, " rows"],
 ) -> Cache:
-    rows = reset_slots(_take(cache, axes, slots), fresh)
+    rows = reset_slots(_take(cache, axes, slots, max_len), fresh)
     _, rows = extend(model, params, rows, tokens, counts)
-    return _put(cache, axes, slots, rows)
+    return _put(cache, axes, slots, max_len, rows)
 
 
 def _share(
-    axes: Any, cache: Cache, origins: Int[Array, " rows"], targets: Int[Array, " rows"]
+    axes: CacheAxes,
+    max_len: int,
+    cache: Cache,
+    origins: Int[Array, " rows"],
+    targets: Int[Array, " rows"],
 ) -> Cache:
-    return _put(cache, axes, targets, _take(cache, axes, origins))
+    return _put(cache, axes, targets, max_len, _take(cache, axes, origins, max_len))
 
 
 def _decode(
@@ -347,11 +384,6 @@ def _decode(
     """Tokens and logprobs [steps, rows], how many of them count per row, and steps run."""
     rows = pending.shape[0]
     head = unembedding(params)
-    # Slices are taken outside of the loop: inside they would be copied at every step.
-    part = _head(cache, axes.length, attend)
-    everywhere = rows == cache["length"].shape[0]
-    if not everywhere:
-        part = _take(part, axes.slot, slots)
 
     def running(state: tuple) -> Array:
         step, _, _, active, *_ = state
@@ -372,7 +404,7 @@ def _decode(
 
     state = (
         jnp.int32(0),
-        part,
+        _take(cache, axes, slots, attend),  # once, as a slice in the loop would be taken each step
         pending,
         budgets > 0,
         jnp.zeros((steps, rows), jnp.int32),
@@ -380,22 +412,4 @@ def _decode(
         jnp.zeros(rows, jnp.int32),
     )
     step, part, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
-    if not everywhere:
-        part = _put(_head(cache, axes.length, attend), axes.slot, slots, part)
-    return _put_head(cache, axes.length, part), (tokens, logprobs, taken, step)
-
-
-def _head(cache: Cache, axes: Any, size: int) -> Cache:
-    """The first `size` tokens of each leaf that has a length axis."""
-
-    def cut(leaf: Array, axis: int) -> Array:
-        return leaf if axis < 0 else jax.lax.slice_in_dim(leaf, 0, size, axis=axis)
-
-    return jax.tree.map(cut, cache, axes)
-
-
-def _put_head(cache: Cache, axes: Any, part: Cache) -> Cache:
-    def put(leaf: Array, new: Array, axis: int) -> Array:
-        return new if axis < 0 else jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=axis)
-
-    return jax.tree.map(put, cache, part, axes)
+    return _put(cache, axes, slots, attend, part), (tokens, logprobs, taken, step)

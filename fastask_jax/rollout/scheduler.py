@@ -63,7 +63,6 @@ class RolloutStats:
     """Where a rollout's time and tokens went; filled by `rollout`.  Times in seconds."""
 
     rounds: int = 0
-    decode_steps: int = 0
     row_steps: int = 0
     sampled_tokens: int = 0
     prompt_tokens: int = 0
@@ -75,14 +74,9 @@ class RolloutStats:
     seconds: float = 0.0
     stop_reasons: Counter[str] = field(default_factory=Counter)
 
-    def occupancy(self, slots: int) -> float:
-        """Share of all slots' decode steps that sampled a token."""
-        return self.sampled_tokens / max(1, self.decode_steps * slots)
-
     @property
-    def useful(self) -> float:
-        """Share of the decode steps that were computed and sampled a token; higher than
-        `occupancy` where calls covered only the slots that still ran."""
+    def occupancy(self) -> float:
+        """Share of the decoded rows' steps that sampled a token."""
         return self.sampled_tokens / max(1, self.row_steps)
 
 
@@ -357,7 +351,7 @@ class _Rollout:
 
     def _decode(self) -> None:
         began = time.perf_counter()
-        steps, row_steps = self.engine.steps, self.engine.row_steps
+        row_steps = self.engine.row_steps
         budgets = {slot: self._budget(episode) for slot, episode in self.running.items()}
         turns = {
             slot: Turn(episode.key, budgets[slot][0]) for slot, episode in self.running.items()
@@ -365,7 +359,6 @@ class _Rollout:
         results = self.engine.decode(self.params, turns, self.config.temperature)
         self.stats.decode_seconds += time.perf_counter() - began
         self.stats.rounds += 1
-        self.stats.decode_steps += self.engine.steps - steps
         self.stats.row_steps += self.engine.row_steps - row_steps
         for slot, sampled in results.items():
             episode = self.running[slot]

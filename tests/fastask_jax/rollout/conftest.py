@@ -14,7 +14,7 @@ def engine(model, chat):
         append_rows=4,
         append_buckets=(8, 32),
         attend_buckets=(128,),
-        decode_rows=(),
+        decode_rows=2,
         decode_steps=8,
     )
     return Engine(model, config, chat.stop_id)
