@@ -57,20 +57,19 @@ def gated_delta(
         reads_state = (run == before[..., None])[:, None]
         feeds_state = (run == run[..., -1:])[:, None]
         keeps_state = (run[..., -1] == before)[:, None]
-    # Sums restart with the segment: no rounding of one segment depends on another.
-    cumulative = jnp.einsum(
-        "...ij,...j->...i", jnp.broadcast_to(related, (*q.shape[:3], chunk, chunk)).astype(
-            jnp.float32
-        ), log_decay
-    )
+    # Decays between two tokens are summed, not taken as differences of running sums: neither the
+    # values nor their gradients then cancel.
+    single = jnp.where(lower, log_decay[..., None, :], 0.0)
+    between = jnp.matmul(single, jnp.tril(jnp.ones((chunk, chunk)), -1))
+    cumulative = jnp.sum(single, axis=-1)
 
     def masked_exp(x, mask):
         """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""
         return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0.0)), 0.0)
 
-    decay = masked_exp(cumulative[..., :, None] - cumulative[..., None, :], related)
+    decay = masked_exp(between, related)
     into = masked_exp(cumulative, reads_state)
-    out_of = masked_exp(cumulative[..., -1:] - cumulative, feeds_state)
+    out_of = masked_exp(between[..., -1, :], feeds_state)
     across = masked_exp(cumulative[..., -1], keeps_state)
 
     product = jnp.einsum("bhnck,bhndk->bhncd", k, k)

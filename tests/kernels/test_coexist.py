@@ -25,7 +25,8 @@ folder = sys.argv[1]
 vocab = {"<unk>": 0, "<s>": 1, "net": 2, "revenue": 3}
 words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
-PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder + "/words")
+words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+words.save_pretrained(folder + "/words")
 config = AutoConfig.for_model(
     "qwen3_5_moe_text", vocab_size=16, hidden_size=16, num_hidden_layers=2,
     layer_types=["linear_attention", "full_attention"], num_attention_heads=2,
@@ -35,7 +36,8 @@ config = AutoConfig.for_model(
 )
 AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-ids = AutoTokenizer.from_pretrained(folder + "/words")("net revenue", return_tensors="pt").input_ids
+words = AutoTokenizer.from_pretrained(folder + "/words")
+ids = words("net revenue", return_tensors="pt").input_ids
 logits = model(ids).logits
 assert logits.shape == (1, 2, 16) and bool(torch.isfinite(logits).all())
 assert "kernels" in sys.modules and sys.modules["kernels"].__fastask__
