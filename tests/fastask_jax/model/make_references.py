@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.hugging_face import to_hf_config
+from fastask_jax.model.families import to_hf_config
 
 FILE = Path(__file__).with_name("references.npz")
 

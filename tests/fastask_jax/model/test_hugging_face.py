@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fastask_jax.model import PRESETS, init_params, load_params, save_params
-from fastask_jax.model.hugging_face import from_hf_config, to_hf_config
+from fastask_jax.model.families import from_hf_config, to_hf_config
 
 
 @pytest.fixture(scope="module")
