@@ -24,7 +24,8 @@ def grouped_matmul(
     Args:
       x: `[N, D]`, rows sorted by group.
       weights: `[E, D, F]`.
-      sizes: `[E]` integers that sum to N; groups may be empty.
+      sizes: `[E]` integers; groups may be empty.  Rows beyond their sum belong to no group: they
+        cost no products, and their results and gradients are zero.
       implementation: "reference" or "xla" (default).
 
     Returns:

@@ -26,7 +26,9 @@ def linear_logprob(
     head: jax.Array,
     ids: jax.Array,
     temperature: jax.Array | float = 1.0,
+    mask: jax.Array | None = None,
     *,
+    axis_name: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores `ids` under `softmax(hidden @ head / temperature)`.
@@ -36,11 +38,18 @@ def linear_logprob(
       head: `[D, V]`, any float type.
       ids: `[...]` int32 in `[0, V)`.
       temperature: a positive scalar, or an array broadcastable to `ids`.  Not differentiated.
+      mask: `[...]` bool, the tokens that are wanted; all when None.  The work is in proportion
+        to their number, so masking the rest here is cheaper than ignoring it afterwards.
+      axis_name: within `jax.shard_map(..., check_vma=False)`, the mesh axis over which the
+        vocabulary is split: `head` is then this device's consecutive part of the columns, while
+        the other arguments are the same on all peers of that axis, and so are the results.  The
+        gradient of `hidden` is this device's part of a sum over the peers.
       implementation: "reference" or "xla" (default).
 
     Returns:
-      `(logprob, entropy, logsumexp)`, each `[...]` float32, in nats.  `logsumexp` is of the
-      temperature-scaled logits.  Differentiable in `hidden` and `head` through all three.
+      `(logprob, entropy, logsumexp)`, each `[...]` float32, in nats, zero (with zero gradients)
+      where `mask` is false.  `logsumexp` is of the temperature-scaled logits.
+      Differentiable in `hidden` and `head` through all three.
 
     Raises:
       ValueError: shapes that don't fit, or an unknown implementation.
@@ -50,6 +59,8 @@ def linear_logprob(
             "linear_logprob needs hidden [..., D], head [D, V] and ids [...]; got "
             f"{hidden.shape}, {head.shape} and {ids.shape}"
         )
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"mask must be {ids.shape} like ids, got {mask.shape}")
     name = implementation or "xla"
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
@@ -59,5 +70,7 @@ def linear_logprob(
         head,
         ids.reshape(-1),
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), lead).reshape(-1),
+        None if mask is None else mask.astype(bool).reshape(-1),
+        axis_name,
     )
     return logprob.reshape(lead), entropy.reshape(lead), lse.reshape(lead)

@@ -6,6 +6,7 @@ import pytest
 from jax import numpy as jnp
 
 from kernels.grouped_matmul import grouped_matmul
+from kernels.grouped_matmul.xla import _layout
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,35 @@ def test_values_and_gradients_equal_the_reference(sizes, quick_jit):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
     empty = np.asarray(sizes) == 0
     assert not np.asarray(got_grads[1])[empty].any()
+
+
+@pytest.mark.parametrize("sizes", [[64, 3, 0], [0, 0], [70, 70, 59]])
+def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, quick_jit):
+    rows, groups, owned = 200, len(sizes), sum(sizes)
+    x = jax.random.normal(jax.random.key(0), (rows, 12))
+    weights = jax.random.normal(jax.random.key(1), (groups, 12, 20))
+    cotangent = jax.random.normal(jax.random.key(2), (rows, 20))
+    counts = jnp.asarray(sizes, jnp.int32)
+
+    def objective(x, weights, name):
+        out = grouped_matmul(x, weights, counts, implementation=name)
+        return jnp.vdot(out, cotangent), out
+
+    grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
+    (_, expected), expected_grads = grad(x, weights, "reference")
+    # What lies beyond may be anything but NaN, which no product with zero removes.
+    (_, got), got_grads = grad(x.at[owned:].set(1e30), weights, "xla")
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    for result in (expected, got, expected_grads[0], got_grads[0]):
+        assert not np.asarray(result)[owned:].any()
+
+
+def test_only_blocks_that_hold_rows_of_a_group_are_multiplied():
+    for sizes, wanted in (([0, 0, 0], 0), ([1, 0, 0], 1), ([64, 65, 3], 4), ([9000, 0, 0], 141)):
+        *_, used = _layout(9000, 3, jnp.asarray(sizes, jnp.int32))
+        assert int(used) == wanted
 
 
 def test_memory_doesn_t_grow_with_the_number_of_experts():

@@ -1,11 +1,17 @@
 """Chunked token scores against the plain softmax."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
 from kernels.linear_logprob import linear_logprob
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def example(tokens, width, vocab, scale=1.0, seed=0):
@@ -17,35 +23,58 @@ def example(tokens, width, vocab, scale=1.0, seed=0):
     return hidden, head, ids, weights
 
 
-def objective(hidden, head, ids, weights, temperature, implementation):
-    outputs = linear_logprob(hidden, head, ids, temperature, implementation=implementation)
+def objective(hidden, head, ids, weights, temperature, implementation, mask=None):
+    outputs = linear_logprob(hidden, head, ids, temperature, mask, implementation=implementation)
     return sum(jnp.vdot(w, x) for w, x in zip(weights, outputs, strict=True)), outputs
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1, 2.0])
-@pytest.mark.parametrize("tokens, vocab", [(1, 300), (65, 1000), (600, 2049)])
-def test_values_and_gradients_equal_the_reference(tokens, vocab, temperature):
+# Unoptimised code compiles faster and computes the same sums.
+GRAD = jax.jit(
+    jax.value_and_grad(objective, (0, 1), has_aux=True),
+    static_argnums=5,
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+@pytest.mark.parametrize("wanted", [None, 1.0, 0.3, 0.0])
+@pytest.mark.parametrize(
+    "tokens, vocab, temperature", [(1, 300, 1.0), (65, 1000, 0.1), (600, 2049, 2.0)]
+)
+def test_values_and_gradients_equal_the_reference(tokens, vocab, temperature, wanted):
     hidden, head, ids, weights = example(tokens, 24, vocab, scale=0.3)
+    mask = None
+    if wanted is not None:
+        mask = jax.random.uniform(jax.random.key(9), (tokens,)) < wanted
     results = {
-        name: jax.value_and_grad(objective, (0, 1), has_aux=True)(
-            hidden, head, ids, weights, temperature, name
-        )
+        name: GRAD(hidden, head, ids, weights, temperature, name, mask)
         for name in ("reference", "xla")
     }
     (_, expected), expected_grads = results["reference"]
     (_, got), got_grads = results["xla"]
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    if mask is not None:
+        assert not np.asarray(got)[:, ~mask].any() and not np.asarray(got_grads[0])[~mask].any()
     for x, y in zip(got_grads, expected_grads, strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+
+
+def test_masked_tokens_may_hold_anything():
+    hidden, head, ids, weights = example(50, 8, 40)
+    mask = jnp.arange(50) % 3 == 0
+    wild = jnp.where(mask[:, None], hidden, jnp.nan)
+    expected = GRAD(hidden, head, ids, weights, 1.0, "xla", mask)
+    got = GRAD(wild, head, jnp.where(mask, ids, 10**6), weights, 1.0, "xla", mask)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_temperature_may_differ_by_token():
     hidden, head, ids, _ = example(9, 8, 50)
     temperature = jnp.linspace(0.5, 2.0, 9)
-    together = linear_logprob(hidden, head, ids, temperature)
+    score = jax.jit(linear_logprob)
+    together = score(hidden, head, ids, temperature)
     for t in range(9):
-        alone = linear_logprob(hidden[t : t + 1], head, ids[t : t + 1], temperature[t])
+        alone = score(hidden[t : t + 1], head, ids[t : t + 1], temperature[t])
         for x, y in zip(together, alone, strict=True):
             np.testing.assert_allclose(x[t], y[0], rtol=1e-6, atol=1e-6)
 
@@ -64,9 +93,7 @@ def test_hand_worked_case():
 def test_huge_logits_stay_finite_and_logprobs_never_positive(implementation):
     hidden, head, ids, weights = example(40, 16, 333, scale=1e3)
     ids = jnp.argmax(hidden @ head, axis=-1)
-    (_, outputs), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(
-        hidden, head, ids, weights, 1.0, implementation
-    )
+    (_, outputs), grads = GRAD(hidden, head, ids, weights, 1.0, implementation)
     assert all(bool(jnp.isfinite(x).all()) for x in (*outputs, *grads))
     assert float(outputs[0].max()) <= 0.0
     assert float(outputs[1].min()) >= -1e-6
@@ -101,5 +128,65 @@ def test_leading_axes_are_kept_and_bad_shapes_are_refused():
     assert all(x.shape == (3, 4) for x in outputs)
     with pytest.raises(ValueError, match=r"needs hidden \[..., D\]"):
         linear_logprob(hidden, head.T, ids)
+    with pytest.raises(ValueError, match="mask must be"):
+        linear_logprob(hidden, head, ids, mask=jnp.ones(3, bool))
     with pytest.raises(ValueError, match="unknown implementation 'tpu'"):
         linear_logprob(hidden, head, ids, implementation="tpu")
+
+
+# The vocabulary over four fake devices, so in a process of its own; prints the largest error.
+SPLIT = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+from functools import partial
+from jax import numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+from kernels.linear_logprob import linear_logprob
+
+mesh = jax.make_mesh((2, 2), ("rows", "vocab"), axis_types=(AxisType.Auto,) * 2)
+keys = jax.random.split(jax.random.key(0), 5)
+hidden = 0.3 * jax.random.normal(keys[0], (2, 70, 24))
+head = jax.random.normal(keys[1], (24, 84))
+ids = jax.random.randint(keys[2], (2, 70), 0, 84)
+weights = jax.random.normal(keys[3], (3, 2, 70))
+# Rows with different numbers of wanted tokens: devices of different rows loop differently often.
+mask = jax.random.uniform(keys[4], (2, 70)) < jnp.asarray([[0.1], [0.9]])
+
+def value(hidden, head, implementation, axis_name):
+    def score(hidden, head, ids, mask):
+        return linear_logprob(
+            hidden, head, ids, 0.7, mask, axis_name=axis_name, implementation=implementation
+        )
+    if axis_name:
+        rows = P("rows")
+        score = jax.shard_map(
+            score, mesh=mesh, in_specs=(rows, P(None, "vocab"), rows, rows),
+            out_specs=(rows, rows, rows), check_vma=False,
+        )
+    outputs = score(hidden, head, ids, mask)
+    return sum(jnp.vdot(w, x) for w, x in zip(weights, outputs)), outputs
+
+def run(*static):
+    step = jax.jit(
+        jax.value_and_grad(partial(value, implementation=static[0], axis_name=static[1]),
+        (0, 1), has_aux=True), compiler_options={"xla_backend_optimization_level": 0},
+    )
+    (_, outputs), grads = step(hidden, head)
+    return jax.device_get((*outputs, *grads))
+
+expected = run("reference", None)
+for implementation in ("xla", "reference"):
+    for got, wanted in zip(run(implementation, "vocab"), expected):
+        print(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
+"""
+
+
+@pytest.mark.slow
+def test_a_split_vocabulary_gives_the_whole_one_s_values_and_gradients():
+    done = subprocess.run(
+        [sys.executable, "-c", SPLIT], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) == 10 and max(errors) < 1e-6, errors
