@@ -28,6 +28,8 @@ REQUIRES = [
     "transformers>=5.24,<6",
     "tokenizers>=0.22,<1",
     "safetensors>=0.8,<1",
+    # renders the chat template in transformers
+    "jinja2>=3.1,<4",
     "openpyxl>=3.1.5,<3.2",
     "numpy>=2.0,<3",
     "jaxtyping>=0.3.11,<0.4",
