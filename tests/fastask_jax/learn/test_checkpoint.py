@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fastask_jax.learn import checkpoint_files
 from fastask_jax.learn.checkpoint import (
     MARKER,
     PARTIAL,
@@ -57,6 +58,24 @@ def test_round_trip_is_exact_and_old_ones_go_only_after_a_newer_commit(checkpoin
         checkpointer.restore(abstract(state(0.0)), 40).state["params"]["b"],
         state(40.1)["params"]["b"],
     )
+
+
+def test_some_checkpoints_are_kept_for_ever(tmp_path):
+    with Checkpointer(tmp_path, keep_last=1, keep_every=20) as checkpointer:
+        for step in (0, 10, 20, 30, 40, 50):
+            checkpointer.save(step, state(float(step)), {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [0, 20, 40, 50]
+        assert int(checkpointer.restore(abstract(state(0.0)), 20).state["step"]) == 20
+    for bad in ({"keep_every": 0}, {"keep_last": 0}, {"deadline": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            Checkpointer(tmp_path, **bad)
+
+
+def test_there_may_be_nothing_to_resume_from(checkpointer):
+    assert checkpointer.restore_latest(abstract(state(0.0))) is None
+    checkpointer.save(3, state(3.0), HOST)
+    assert int(checkpointer.restore_latest(abstract(state(0.0))).state["step"]) == 3
 
 
 def test_the_state_may_be_donated_while_the_save_goes_on(checkpointer):
@@ -107,6 +126,42 @@ def test_a_damaged_checkpoint_is_one_clear_error_and_the_one_before_is_intact(ch
         checkpointer.restore(abstract(state(0.0)), 20).state,
         state(20.0),
     )
+
+
+@pytest.mark.parametrize(
+    ("marker", "said"),
+    [
+        ("[1, 2]", "COMMITTED is not a JSON object"),
+        ('{"step": 40, "files": {}}', "COMMITTED has no 'arrays'"),
+        ('{"step": 40, "arrays": {}, "files": {"host.json": 3}}', "no size and digest of host"),
+    ],
+)
+def test_a_marker_that_says_nothing_is_damage(checkpointer, marker, said):
+    for step in (20, 40):
+        checkpointer.save(step, state(float(step)), HOST, wait=True)
+    (checkpointer.directory / "step_00000040" / MARKER).write_text(marker)
+    with pytest.raises(CheckpointError, match=f"{said}.*delete it and resume from step 20"):
+        checkpointer.restore(abstract(state(0.0)))
+
+
+def test_digests_are_bounded_and_go_to_the_small_files_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "DIGEST_BYTES", 4096)
+    chosen = checkpoint_files.worth_a_digest({"a": 5000, "b": 1000, "c": 3000, "d": 4000})
+    assert chosen == ["b", "c"]
+    tree = {"w": jax.random.normal(jax.random.key(0), (65_536,))}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, tree, HOST, wait=True)
+        files = json.loads((checkpointer.directory / "step_00000001" / MARKER).read_text())["files"]
+        assert files["host.json"][1] is not None
+        size, digest, name = max(
+            (size, digest or "", name) for name, (size, digest) in files.items()
+        )
+        assert size > 4096 and not digest
+        checkpointer.restore(abstract(tree))
+        with (checkpointer.directory / "step_00000001" / name).open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(CheckpointError, match="is damaged .*has changed"):
+            checkpointer.restore(abstract(tree))
 
 
 def test_another_configuration_is_refused_by_name(checkpointer):
@@ -181,13 +236,18 @@ while True:
 """
 
 
-def run(code, *arguments, prefix=()):
+def run(code, *arguments, prefix=(), devices=1):
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
     )
 
 
@@ -219,6 +279,53 @@ def test_kill_minus_nine_during_saves_leaves_a_usable_checkpoint(tmp_path):
         for leaf in restored.state.values():
             assert (np.asarray(leaf) == step).all()
         reached = step
+
+
+# A state saved on one mesh and restored on others.
+MESHES = """
+import sys, jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from fastask_jax.learn.checkpoint import Checkpointer
+specs = {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp"),
+         "experts": P("expert", "fsdp", "tensor"), "norm": P("fsdp"), "bias": P()}
+shapes = {"up": (64, 32), "down": (32, 64), "experts": (4, 16, 8), "norm": (64,), "bias": (8,)}
+rng = np.random.default_rng(0)
+values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+values |= {"half": values["up"].astype(jax.numpy.bfloat16), "step": np.int32(7)}
+specs |= {"half": P(("data", "fsdp")), "step": P()}
+
+def on(*sizes):
+    if sizes == (1,):
+        place = SingleDeviceSharding(jax.devices()[-1])
+        return {name: place for name in values}
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "fsdp", "expert", "tensor"))
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+saved = jax.device_put(values, on(2, 2, 2, 1))
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(7, saved, {"cursor": 3}, wait=True)
+    for sizes in ((1, 4, 1, 2), (8, 1, 1, 1), (2, 2, 2, 1), (1,)):
+        wanted = on(*sizes)
+        abstract = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=wanted[name])
+                    for name, value in values.items()}
+        state, host = checkpointer.restore(abstract)
+        assert host == {"cursor": 3}
+        for name, value in values.items():
+            assert state[name].sharding == wanted[name], (name, state[name].sharding)
+            for shard in state[name].addressable_shards:
+                np.testing.assert_array_equal(
+                    np.asarray(shard.data), value[shard.index], strict=True
+                )
+        print("MESH", *sizes)
+"""
+
+
+@pytest.mark.slow
+def test_a_state_is_restored_on_another_mesh_bit_for_bit(tmp_path):
+    child = run(MESHES, tmp_path, devices=8)
+    output, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    assert output.splitlines() == ["MESH 1 4 1 2", "MESH 8 1 1 1", "MESH 2 2 2 1", "MESH 1"]
 
 
 # Fills a small disk up to what the arrays of the next save need plus a margin, then saves.
