@@ -25,6 +25,7 @@ REQUIRES = [
     "optax>=0.2.8,<0.3",
     "orbax-checkpoint>=0.12.8,<0.13",
     "tensorstore>=0.1.86,<0.2",
+    "etils[epath]>=1.15,<2",
     "transformers>=5.24,<6",
     "tokenizers>=0.22,<1",
     "safetensors>=0.8,<1",

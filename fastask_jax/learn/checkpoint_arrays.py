@@ -35,7 +35,7 @@ def own_copy(leaf: Any) -> Any:
     """
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
-    on_host = any(device.platform == "cpu" for device in leaf.sharding.device_set)
+    on_host = any(device.platform == "cpu" for device in leaf.devices())
     return leaf.copy() if on_host else leaf
 
 
