@@ -99,13 +99,13 @@ def extend(
 
 
 def max_len(cache: Cache) -> int:
-    """Tokens that a slot can hold."""
+    """Tokens that a slot can hold; without any full attention there is no limit."""
     sizes = [
         leaf.shape[-2]
         for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
         if getattr(path[-1], "key", None) == "k"
     ]
-    return sizes[0]
+    return sizes[0] if sizes else jnp.iinfo(jnp.int32).max
 
 
 def _map_slots(cache: Cache, change: Callable[[jax.Array, int], jax.Array]) -> Cache:

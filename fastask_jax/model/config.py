@@ -1,8 +1,7 @@
 """The shape of a decoder, as one frozen config, and the named presets.
 
-Field names follow the Hugging Face text config of Qwen3.5-MoE with the `num_` prefixes and
-`attention` suffixes of head counts left out.  Dense feed-forward families (Llama, Qwen3, dense
-Qwen3.5) are not described yet.
+Field names follow the Hugging Face text configs with the `num_` prefixes and `attention` suffixes
+of head counts left out.  `families.py` says which of these shapes `transformers` has a name for.
 """
 
 from __future__ import annotations
@@ -12,12 +11,35 @@ from dataclasses import dataclass
 
 DELTA = "linear_attention"
 FULL = "full_attention"
+DENSE = "dense"
+MOE = "moe"
+REMATS = ("none", "block", "dots")
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Rotary frequencies stretched as in Llama 3.1; the fields of rope_type "llama3".
+
+    Wavelengths longer than `original_max_position_embeddings / low_freq_factor` grow by `factor`,
+    those shorter than `... / high_freq_factor` stay, and those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if min(dataclasses.astuple(self)) <= 0 or self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "a llama3 rope needs positive factors and high_freq_factor above "
+                f"low_freq_factor, got {self}"
+            )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A hybrid decoder: blocks of `full_attention_interval` layers, the last of each with full
-    attention and the others with the gated delta rule, each followed by routed experts.
+    """A decoder whose layers are a token mixer and a feed-forward, each chosen by a pattern.
 
     Raises:
       ValueError: from the constructor, on sizes that don't fit together.
@@ -26,22 +48,37 @@ class ModelConfig:
     vocab_size: int = 2048
     hidden_size: int = 128
     num_layers: int = 4
-    full_attention_interval: int = 2
+    # Kinds of the layers' mixers and feed-forwards, each repeated over the depth and kept as the
+    # shortest pattern that says the same.
+    mixers: tuple[str, ...] = (DELTA, FULL)
+    feed_forwards: tuple[str, ...] = (MOE,)
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    # Norms over each query and key head.
+    qk_norm: bool = True
+    # A sigmoid gate on the output of full attention.
+    attention_gate: bool = True
     partial_rotary_factor: float = 0.5
     rope_theta: float = 10_000.0
+    rope_scaling: Llama3Rope | None = None
     linear_num_key_heads: int = 4
     linear_num_value_heads: int = 4
     linear_key_head_dim: int = 32
     linear_value_head_dim: int = 32
     linear_conv_kernel_dim: int = 4
+    # Width of the dense feed-forwards.
+    intermediate_size: int = 256
     num_experts: int = 4
     num_experts_per_tok: int = 2
+    # Whether the weights of the chosen experts add up to 1.
+    norm_topk_prob: bool = True
     moe_intermediate_size: int = 96
+    # 0: no shared expert.
     shared_expert_intermediate_size: int = 96
     rms_norm_eps: float = 1e-6
+    # Norms scale by 1 + weight, not by weight.
+    zero_centered_norms: bool = True
     tie_word_embeddings: bool = True
     max_position_embeddings: int = 32_768
     # Standard deviation of the initial embeddings; linear layers scale with their fan-in.
@@ -56,19 +93,18 @@ class ModelConfig:
     # Blocks unrolled per scan step; `scan_unroll >= num_blocks` leaves no loop at all, which
     # compiles longer and runs faster at tiny depth.
     scan_unroll: int = 1
-    # "none" keeps all activations for the backward pass, "block" recomputes each block.
+    # What the backward pass recomputes: "none" nothing, "block" each block, "dots" each block but
+    # for the outputs of its matrix products with weights.
     remat: str = "none"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
-        if self.num_layers % self.full_attention_interval:
-            raise ValueError(
-                f"num_layers ({self.num_layers}) must be a multiple of "
-                f"full_attention_interval ({self.full_attention_interval})"
-            )
+            least = 0 if field.name == "shared_expert_intermediate_size" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+        for name, kinds in (("mixers", (DELTA, FULL)), ("feed_forwards", (DENSE, MOE))):
+            object.__setattr__(self, name, self._pattern(name, kinds))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads")
         if self.linear_num_value_heads % self.linear_num_key_heads:
@@ -82,24 +118,49 @@ class ModelConfig:
             )
         if self.moe_implementation not in ("auto", "dense", "sorted"):
             raise ValueError("moe_implementation must be auto, dense or sorted")
-        if self.remat not in ("none", "block"):
-            raise ValueError("remat must be none or block")
+        if self.remat not in REMATS:
+            raise ValueError(f"remat must be one of {', '.join(REMATS)}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError("dtype must be float32 or bfloat16")
+
+    def _pattern(self, name: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        pattern = tuple(getattr(self, name))
+        unknown = sorted({str(kind) for kind in pattern if kind not in kinds})
+        if unknown or not pattern:
+            raise ValueError(
+                f"{name} must list {' or '.join(kinds)}, got {', '.join(unknown) or 'nothing'}"
+            )
+        if self.num_layers % len(pattern):
+            raise ValueError(
+                f"num_layers ({self.num_layers}) must be a multiple of the length of {name} "
+                f"({len(pattern)})"
+            )
+        return pattern[: _period(pattern)]
 
     @property
     def layer_types(self) -> tuple[str, ...]:
         """The mixer of every layer, "linear_attention" or "full_attention"."""
-        return self.block_types * self.num_blocks
+        return self.mixers * (self.num_layers // len(self.mixers))
 
     @property
-    def block_types(self) -> tuple[str, ...]:
-        """The mixers of one block, the unit that layers are scanned by."""
-        return (DELTA,) * (self.full_attention_interval - 1) + (FULL,)
+    def feed_forward_types(self) -> tuple[str, ...]:
+        """The feed-forward of every layer, "dense" or "moe"."""
+        return self.feed_forwards * (self.num_layers // len(self.feed_forwards))
+
+    @property
+    def block_layers(self) -> tuple[tuple[str, str], ...]:
+        """Mixer and feed-forward of the layers of one block: the smallest unit that the list of
+        layers repeats, and that layers are scanned by."""
+        layers = tuple(zip(self.layer_types, self.feed_forward_types, strict=True))
+        return layers[: _period(layers)]
 
     @property
     def num_blocks(self) -> int:
-        return self.num_layers // self.full_attention_interval
+        return self.num_layers // len(self.block_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.feed_forward_types.count(MOE)
 
     @property
     def rotary_dim(self) -> int:
@@ -129,6 +190,14 @@ class ModelConfig:
         return self.moe_implementation == "dense"
 
 
+def _period(sequence: tuple) -> int:
+    """The length of the shortest unit that `sequence` repeats a whole number of times."""
+    size = len(sequence)
+    return next(
+        n for n in range(1, size + 1) if size % n == 0 and sequence[:n] * (size // n) == sequence
+    )
+
+
 PRESETS: dict[str, ModelConfig] = {
     # Small enough for reinforcement learning on two CPU cores.
     "tiny": ModelConfig(
@@ -147,7 +216,7 @@ PRESETS: dict[str, ModelConfig] = {
         vocab_size=248_320,
         hidden_size=2048,
         num_layers=40,
-        full_attention_interval=4,
+        mixers=(DELTA, DELTA, DELTA, FULL),
         heads=16,
         kv_heads=2,
         head_dim=256,
@@ -166,5 +235,25 @@ PRESETS: dict[str, ModelConfig] = {
         dtype="bfloat16",
         delta_chunk=64,
         remat="block",
+    ),
+    # HuggingFaceTB/SmolLM2-135M and its instruction-tuned version.
+    "smollm2-135m": ModelConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        num_layers=30,
+        mixers=(FULL,),
+        feed_forwards=(DENSE,),
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        qk_norm=False,
+        attention_gate=False,
+        partial_rotary_factor=1.0,
+        rope_theta=100_000.0,
+        intermediate_size=1536,
+        rms_norm_eps=1e-5,
+        zero_centered_norms=False,
+        max_position_embeddings=8192,
+        initializer_range=1 / 24,
     ),
 }

@@ -14,56 +14,77 @@ import jax
 from flax import nnx
 from jax import numpy as jnp
 
-from fastask_jax.model.config import FULL, ModelConfig
+from fastask_jax.model.config import FULL, MOE, ModelConfig
 from fastask_jax.model.layers import rms_norm, rotary_table
-from fastask_jax.model.mixers import GatedAttention, GatedDeltaNet
-from fastask_jax.model.moe import MixtureOfExperts
+from fastask_jax.model.mixers import Attention, GatedDeltaNet
+from fastask_jax.model.mlp import GatedMLP
+from fastask_jax.model.moe import Load, MixtureOfExperts
 from fastask_jax.model.parameters import Declare, constant, fan_in, normal
 
 Params = dict[str, Any]
 
 
+def _declare_norm(cfg: ModelConfig, declare: Declare) -> nnx.Param:
+    unit = constant(0.0 if cfg.zero_centered_norms else 1.0)
+    return declare((cfg.hidden_size,), (None,), unit)
+
+
 class Layer(nnx.Module):
-    """Mixer and experts, each behind a norm and added to the residual stream."""
+    """Mixer and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, cfg: ModelConfig, kind: str, declare: Declare):
+    def __init__(self, cfg: ModelConfig, mixer: str, feed_forward: str, declare: Declare):
         self.cfg = cfg
-        self.mixer_norm = declare((cfg.hidden_size,), (None,), constant(0.0))
-        mixer = GatedAttention if kind == FULL else GatedDeltaNet
-        self.mixer = mixer(cfg, declare)
-        self.moe_norm = declare((cfg.hidden_size,), (None,), constant(0.0))
-        self.moe = MixtureOfExperts(cfg, declare)
+        self.mixer_norm = _declare_norm(cfg, declare)
+        self.mixer = (Attention if mixer == FULL else GatedDeltaNet)(cfg, declare)
+        self.routed = feed_forward == MOE
+        if self.routed:
+            self.moe_norm = _declare_norm(cfg, declare)
+            self.moe = MixtureOfExperts(cfg, declare)
+        else:
+            self.mlp_norm = _declare_norm(cfg, declare)
+            self.mlp = GatedMLP(cfg, declare)
 
-    def __call__(self, x, rotary, segment_ids):
-        eps = self.cfg.rms_norm_eps
+    def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        return rms_norm(x, weight[...], self.cfg.rms_norm_eps, self.cfg.zero_centered_norms)
+
+    def _feed_forward(self, x, valid=None, forced=None, return_chosen=False):
+        """The residual stream behind the feed-forward, and the routing of one with experts."""
+        if not self.routed:
+            return x + self.mlp(self._norm(x, self.mlp_norm)), {}
+        out, load = self.moe(self._norm(x, self.moe_norm), valid, forced, return_chosen)
+        return x + out, load
+
+    def __call__(self, x, rotary, segment_ids, forced, return_chosen):
         with jax.named_scope(type(self.mixer).__name__):
-            x = x + self.mixer(rms_norm(x, self.mixer_norm[...], eps), rotary, segment_ids)
-        with jax.named_scope("MixtureOfExperts"):
-            out, load = self.moe(rms_norm(x, self.moe_norm[...], eps), segment_ids > 0)
-            return x + out, load
+            x = x + self.mixer(self._norm(x, self.mixer_norm), rotary, segment_ids)
+        with jax.named_scope("MixtureOfExperts" if self.routed else "GatedMLP"):
+            return self._feed_forward(x, segment_ids > 0, forced, return_chosen)
 
     def extend(self, x, rotary, cache, length, counts):
-        eps = self.cfg.rms_norm_eps
-        normed = rms_norm(x, self.mixer_norm[...], eps)
+        normed = self._norm(x, self.mixer_norm)
         out, cache = self.mixer.extend(normed, rotary, cache, length, counts)
-        x = x + out
-        return x + self.moe(rms_norm(x, self.moe_norm[...], eps), None)[0], cache
+        return self._feed_forward(x + out)[0], cache
 
 
 class Block(nnx.Module):
     """The repeating pattern of layers."""
 
     def __init__(self, cfg: ModelConfig, declare: Declare):
-        self.names = tuple(f"layer_{i}" for i in range(len(cfg.block_types)))
-        for name, kind in zip(self.names, cfg.block_types, strict=True):
-            setattr(self, name, Layer(cfg, kind, declare))
+        self.names = tuple(f"layer_{i}" for i in range(len(cfg.block_layers)))
+        for name, kinds in zip(self.names, cfg.block_layers, strict=True):
+            setattr(self, name, Layer(cfg, *kinds, declare))
 
-    def __call__(self, x, rotary, segment_ids):
-        loads = []
+    def __call__(self, x, rotary, segment_ids, forced, return_chosen):
+        """`forced` and the routing that is returned have a leading axis over layers with experts;
+        without any such layer the routing is empty."""
+        loads: list[Load] = []
         for name in self.names:
-            x, load = getattr(self, name)(x, rotary, segment_ids)
-            loads.append(load)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *loads)
+            layer = getattr(self, name)
+            choice = forced[len(loads)] if layer.routed and forced is not None else None
+            x, load = layer(x, rotary, segment_ids, choice, return_chosen)
+            if layer.routed:
+                loads.append(load)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *loads) if loads else {}
 
     def init_cache(self, slots: int, max_len: int) -> dict[str, Any]:
         return {name: getattr(self, name).mixer.init_cache(slots, max_len) for name in self.names}
@@ -87,7 +108,7 @@ class Decoder(nnx.Module):
             (vocab, width), ("vocab", "embed"), normal(cfg.initializer_range)
         )
         self.blocks = Block(cfg, declare.stacked(cfg.num_blocks))
-        self.final_norm = declare((width,), (None,), constant(0.0))
+        self.final_norm = _declare_norm(cfg, declare)
         if not cfg.tie_word_embeddings:
             self.head = declare((width, vocab), ("embed", "vocab"), fan_in(width))
 
@@ -95,30 +116,44 @@ class Decoder(nnx.Module):
         return self.embedding[...].astype(self.cfg.dtype)[tokens]
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rotary_table(positions, self.cfg.rotary_dim, self.cfg.rope_theta)
+        cfg = self.cfg
+        return rotary_table(positions, cfg.rotary_dim, cfg.rope_theta, cfg.rope_scaling)
 
     def norm(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.final_norm[...], self.cfg.rms_norm_eps)
+        cfg = self.cfg
+        return rms_norm(x, self.final_norm[...], cfg.rms_norm_eps, cfg.zero_centered_norms)
 
     def stacked_blocks(self):
         """`(rebuild, leaves)`: `rebuild(leaves of one block)` is a `Block`."""
         graph, state = nnx.split(self.blocks)
         return functools.partial(nnx.merge, graph), nnx.to_pure_dict(state)
 
-    def __call__(self, tokens, positions, segment_ids):
+    def __call__(self, tokens, positions, segment_ids, expert_ids, return_expert_ids):
+        cfg = self.cfg
         rotary = self.rotary(positions)
         rebuild, stacked = self.stacked_blocks()
+        if expert_ids is not None:
+            expert_ids = expert_ids.reshape(cfg.num_blocks, -1, *expert_ids.shape[1:])
 
-        def body(x, leaves):
-            return rebuild(leaves)(x, rotary, segment_ids)
+        def body(x, operands):
+            leaves, forced = operands
+            return rebuild(leaves)(x, rotary, segment_ids, forced, return_expert_ids)
 
-        if self.cfg.remat == "block":
-            body = jax.checkpoint(body)
+        if cfg.remat != "none":
+            body = jax.checkpoint(body, policy=_SAVED[cfg.remat])
         x, loads = jax.lax.scan(
-            body, self.embed(tokens), stacked, unroll=min(self.cfg.scan_unroll, self.cfg.num_blocks)
+            body,
+            self.embed(tokens),
+            (stacked, expert_ids),
+            unroll=min(cfg.scan_unroll, cfg.num_blocks),
         )
-        loads = jax.tree.map(lambda leaf: leaf.reshape(self.cfg.num_layers, -1), loads)
+        loads = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), loads)
         return self.norm(x), {**loads, "tokens": jnp.sum((segment_ids > 0).astype(jnp.float32))}
+
+
+# What a recomputed block keeps for its backward pass.  Products with weights have no batch axes,
+# those within attention and the delta rule have.
+_SAVED = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 def abstract_decoder(cfg: ModelConfig) -> Decoder:
@@ -152,6 +187,8 @@ def forward(
     tokens: jax.Array,
     positions: jax.Array,
     segment_ids: jax.Array,
+    expert_ids: jax.Array | None = None,
+    return_expert_ids: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Hidden states (after the final norm) of packed rows.
 
@@ -161,13 +198,27 @@ def forward(
       tokens: `[B, T]` int32.
       positions: `[B, T]` int32, counted from 0 within each segment.
       segment_ids: `[B, T]` int32; 0 is padding, neighbouring segments have different ids.
+      expert_ids: `[layers with experts, B, T, K]` integers below `num_experts`: the experts to use
+        instead of those that the router would choose (router replay).  Their weights are still
+        the router's probabilities, and its gradient goes through those.  Padding needs ids too.
+      return_expert_ids: static; adds the experts used to what is returned, in the same layout.
 
     Returns:
-      `hidden [B, T, D]` and router sums over the real tokens: `expert_counts` and `router_probs`
-      `[layers, experts]` and `tokens` (a scalar), all float32 and free to be added over
-      micro-batches; see `load_balance_loss`.
+      `hidden [B, T, D]`, and sums over the real tokens: `tokens` (a scalar) and, over the layers
+      with experts if there are any, `expert_counts` and `router_probs` `[layers with experts,
+      experts]`; all float32 and free to be added over micro-batches; see `load_balance_loss`.
+      `expert_ids`, int32, where it was asked for.
+
+    Raises:
+      ValueError: expert ids of another shape, or for a model without experts.
     """
-    return merge(cfg, params)(tokens, positions, segment_ids)
+    if cfg.num_moe_layers == 0 and (expert_ids is not None or return_expert_ids):
+        raise ValueError("this model has no experts, so there are no expert ids")
+    if expert_ids is not None:
+        expected = (cfg.num_moe_layers, *tokens.shape, cfg.num_experts_per_tok)
+        if expert_ids.shape != expected:
+            raise ValueError(f"expert_ids has shape {expert_ids.shape}, expected {expected}")
+    return merge(cfg, params)(tokens, positions, segment_ids, expert_ids, return_expert_ids)
 
 
 def unembedding(params: Params) -> jax.Array:
@@ -180,7 +231,12 @@ def load_balance_loss(cfg: ModelConfig, aux: dict[str, jax.Array]) -> jax.Array:
 
     `num_experts * sum_e fraction_e * mean_prob_e`, as in `transformers` except that layers are
     averaged rather than pooled.
+
+    Raises:
+      ValueError: no layer has experts.
     """
+    if "expert_counts" not in aux:
+        raise ValueError("this model has no experts, so there is no load to balance")
     fraction = jax.lax.stop_gradient(aux["expert_counts"]) / aux["tokens"]
     mean_prob = aux["router_probs"] / aux["tokens"]
     return cfg.num_experts * jnp.mean(jnp.sum(fraction * mean_prob, axis=-1))

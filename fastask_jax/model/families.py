@@ -1,17 +1,15 @@
-"""What a decoder is called in `transformers`: its config, and the name and layout of every tensor.
+"""The architectures of `transformers` that this decoder covers, and their configs.
 
-`to_hf_config` and `from_hf_config` translate configs, `tensor_table` lists the tensors.  Reading
-and writing files is left to `hugging_face.py`.
+`to_hf_config` and `from_hf_config` translate the contents of `config.json`, after the
+configuration and modelling code of `transformers` 5.  Names of tensors are in `tensors.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from fastask_jax.model.config import FULL, ModelConfig
+from fastask_jax.model.config import DELTA, DENSE, FULL, MOE, Llama3Rope, ModelConfig
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -20,161 +18,270 @@ _SIZES = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "moe_intermediate_size": "moe_intermediate_size",
-    "shared_expert_intermediate_size": "shared_expert_intermediate_size",
     "rms_norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
     "max_position_embeddings": "max_position_embeddings",
-    "initializer_range": "initializer_range",
 }
+_DELTA_SIZES = {
+    name: name
+    for name in (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+}
+_DENSE_SIZES = {"intermediate_size": "intermediate_size"}
+_MOE_SIZES = {
+    name: name for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+}
+_SHARED = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+# Fields that a config may leave out, and what `transformers` then takes.
+_DEFAULTS = {"tie_word_embeddings": False, "initializer_range": 0.02}
+
+
+class Family(NamedTuple):
+    """One architecture of `transformers`.
+
+    sizes: fields (ours -> theirs) that its config holds.  fixed: fields that all its models share.
+    skipped: patterns of tensors that its checkpoints may hold and this decoder has no use for.
+    separate_experts: whether its checkpoints hold each expert's matrices as tensors of their own.
+    """
+
+    architecture: str
+    mixers: frozenset[str]
+    feed_forwards: frozenset[str]
+    sizes: dict[str, str]
+    fixed: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+    separate_experts: bool = False
+
+
+_PLAIN = {"attention_gate": False, "zero_centered_norms": False, "partial_rotary_factor": 1.0}
+_GATED = {"attention_gate": True, "zero_centered_norms": True, "qk_norm": True}
+# Multi-token prediction and the vision tower, as `transformers` ignores them.
+_EXTRAS = (r"mtp\..*", r"model\.visual\..*")
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        frozenset({FULL}),
+        frozenset({DENSE}),
+        _SIZES | _DENSE_SIZES,
+        _PLAIN | {"qk_norm": False},
+        (r".*\.rotary_emb\.inv_freq",),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        frozenset({FULL}),
+        frozenset({DENSE}),
+        _SIZES | _DENSE_SIZES,
+        _PLAIN | {"qk_norm": True},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        frozenset({FULL}),
+        frozenset({DENSE, MOE}),
+        _SIZES | _DENSE_SIZES | _MOE_SIZES,
+        _PLAIN | {"qk_norm": True, "shared_expert_intermediate_size": 0},
+        separate_experts=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        frozenset({DELTA, FULL}),
+        frozenset({DENSE}),
+        _SIZES | _DELTA_SIZES | _DENSE_SIZES,
+        _GATED,
+        _EXTRAS,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        frozenset({DELTA, FULL}),
+        frozenset({MOE}),
+        _SIZES | _DELTA_SIZES | _MOE_SIZES | _SHARED,
+        _GATED | {"norm_topk_prob": True},
+        _EXTRAS,
+    ),
+}
+# Multimodal model types, and that of the language model inside.
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def family_of(cfg: ModelConfig) -> str:
+    """The `model_type` of this decoder in `transformers`.
+
+    Raises:
+      ValueError: no architecture there has this mix of features.
+    """
+    for name, family in FAMILIES.items():
+        routed = MOE in cfg.feed_forwards
+        shared = cfg.shared_expert_intermediate_size > 0
+        if (
+            family.mixers.issuperset(cfg.mixers)
+            and family.feed_forwards.issuperset(cfg.feed_forwards)
+            and all(getattr(cfg, field) == value for field, value in family.fixed.items())
+            and (not routed or shared == ("shared_expert_intermediate_size" in family.sizes))
+        ):
+            return name
+    fields = sorted({field for family in FAMILIES.values() for field in family.fixed})
+    mix = {field: getattr(cfg, field) for field in ("mixers", "feed_forwards", *fields)}
+    raise ValueError(
+        f"transformers has no architecture with {mix}; it has {', '.join(FAMILIES)}"
+    )
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of this model for `transformers`."""
-    return {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
+    """The `config.json` of this model for `transformers`.
+
+    Raises:
+      ValueError: no architecture there has this mix of features.
+    """
+    kind = family_of(cfg)
+    family = FAMILIES[kind]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if cfg.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(cfg.rope_scaling)}
+    config = {
+        "architectures": [family.architecture],
+        "model_type": kind,
         "hidden_act": "silu",
         "attention_bias": False,
-        **{theirs: getattr(cfg, ours) for ours, theirs in _SIZES.items()},
-        "layer_types": list(cfg.layer_types),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": cfg.rope_theta,
-            "partial_rotary_factor": cfg.partial_rotary_factor,
-        },
+        **{theirs: getattr(cfg, ours) for ours, theirs in family.sizes.items()},
+        **{name: getattr(cfg, name) for name in _DEFAULTS},
+        "rope_parameters": rope,
     }
+    if kind == "llama":
+        # transformers would otherwise take the ids of Llama's own tokenizer.
+        config |= {"mlp_bias": False, "bos_token_id": None, "eos_token_id": None}
+    elif kind == "qwen3_moe":
+        dense = [i for i, kind in enumerate(cfg.feed_forward_types) if kind == DENSE]
+        config |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        config |= {"norm_topk_prob": cfg.norm_topk_prob}
+    elif kind != "qwen3":
+        config["layer_types"] = list(cfg.layer_types)
+        rope["partial_rotary_factor"] = cfg.partial_rotary_factor
+    return config
 
 
 def from_hf_config(config: dict[str, Any], **overrides: Any) -> ModelConfig:
-    """A `ModelConfig` from the contents of a text model's `config.json`.
+    """A `ModelConfig` from the contents of `config.json`, of a text or a multimodal model.
 
     `overrides` set fields that a Hugging Face config doesn't have (`scan_unroll`, `dtype`, ...).
 
     Raises:
       ValueError: another architecture, or a feature that this decoder doesn't have.
     """
-    config = config.get("text_config", config)
-    kind = config.get("model_type")
-    if kind != "qwen3_5_moe_text":
-        raise ValueError(f"model_type {kind!r} isn't supported; only qwen3_5_moe_text is")
-    if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
-        raise ValueError("attention_bias and activations other than silu aren't supported")
-    missing = [theirs for theirs in _SIZES.values() if theirs not in config]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
-    types = config.get("layer_types")
-    if types:
-        interval = types.index(FULL) + 1 if FULL in types else 0
-    else:
-        interval = config.get("full_attention_interval", 4)
-    rope = config.get("rope_parameters") or config
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_type {rope['rope_type']!r} isn't supported; only default is")
-    if not interval:
-        raise ValueError("layer_types has no full_attention layer")
-    values = {ours: config[theirs] for ours, theirs in _SIZES.items()}
-    values |= {
-        "full_attention_interval": interval,
-        "rope_theta": float(rope["rope_theta"]),
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 0.25),
-    }
-    cfg = ModelConfig(**(values | overrides))
-    if types and list(cfg.layer_types) != list(types):
-        raise ValueError("layer_types must repeat one pattern that ends in full_attention")
-    return cfg
+    text = _text_config(config)
+    kind = text.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type {kind!r} isn't supported; supported are {_supported()}")
+    family = FAMILIES[kind]
+    _refuse(kind, text)
+    if kind in ("llama", "qwen3_moe") and not text.get("head_dim"):
+        text["head_dim"] = _needed(text, "hidden_size") // _needed(text, "num_attention_heads")
+    if kind == "llama" and not text.get("num_key_value_heads"):
+        text["num_key_value_heads"] = _needed(text, "num_attention_heads")
+    if "num_local_experts" in text:
+        text.setdefault("num_experts", text["num_local_experts"])
+    values = dict(family.fixed)
+    values["mixers"], values["feed_forwards"] = _layers(kind, text)
+    kinds = set(values["feed_forwards"])
+    unused = {**({} if DENSE in kinds else _DENSE_SIZES), **({} if MOE in kinds else _MOE_SIZES)}
+    absent = {theirs for theirs in family.sizes.values() if text.get(theirs) is None}
+    if absent - unused.keys():
+        raise ValueError(f"config.json lacks {', '.join(sorted(absent - unused.keys()))}")
+    values |= {o: text[theirs] for o, theirs in family.sizes.items() if theirs not in absent}
+    values |= {name: text.get(name, default) for name, default in _DEFAULTS.items()}
+    if kind == "qwen3_moe":
+        values["norm_topk_prob"] = text.get("norm_topk_prob", False)
+    return ModelConfig(**(values | _rope(kind, text) | overrides))
 
 
-Map = Callable[[np.ndarray], np.ndarray]
+def _supported() -> str:
+    return ", ".join((*FAMILIES, *_MULTIMODAL))
 
 
-def _same(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _swap(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
-
-
-def _entries(cfg: ModelConfig, index: int) -> Iterator[tuple[tuple[str, ...], str, Map, Map]]:
-    """`(path within a layer, Hugging Face suffix, ours -> theirs, theirs -> ours)`."""
-    width, size = cfg.hidden_size, cfg.head_dim
-
-    def head_in(*heads: int) -> tuple[Map, Map]:
-        """`[D, heads, K]` here, `[heads * K, D]` there."""
-        return lambda x: x.reshape(width, -1).T, lambda x: x.T.reshape(width, *heads)
-
-    yield ("mixer_norm",), "input_layernorm.weight", _same, _same
-    yield ("moe_norm",), "post_attention_layernorm.weight", _same, _same
-    if cfg.layer_types[index] == FULL:
-        for name, heads in (
-            ("q_proj", (cfg.heads, 2 * size)),
-            ("k_proj", (cfg.kv_heads, size)),
-            ("v_proj", (cfg.kv_heads, size)),
-        ):
-            yield ("mixer", name), f"self_attn.{name}.weight", *head_in(*heads)
-        yield (
-            ("mixer", "o_proj"),
-            "self_attn.o_proj.weight",
-            lambda x: x.reshape(-1, width).T,
-            lambda x: x.T.reshape(cfg.heads, size, width),
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the language model's part."""
+    if config.get("quantization_config"):
+        raise ValueError("quantised checkpoints (quantization_config) aren't supported")
+    if "text_config" not in config:
+        return dict(config)
+    text = dict(config["text_config"])
+    outer = config.get("model_type")
+    if outer is not None and _MULTIMODAL.get(outer) != text.get("model_type"):
+        raise ValueError(
+            f"model_type {outer!r} around {text.get('model_type')!r} isn't supported; supported "
+            f"are {_supported()}"
         )
-        for name in ("q_norm", "k_norm"):
-            yield ("mixer", name), f"self_attn.{name}.weight", _same, _same
-    else:
-        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
-            yield ("mixer", name), f"linear_attn.{name}.weight", _swap, _swap
-        yield (
-            ("mixer", "conv"),
-            "linear_attn.conv1d.weight",
-            lambda x: x.T[:, None, :],
-            lambda x: x[:, 0, :].T,
-        )
-        yield ("mixer", "a_log"), "linear_attn.A_log", _same, _same
-        yield ("mixer", "dt_bias"), "linear_attn.dt_bias", _same, _same
-        yield ("mixer", "norm"), "linear_attn.norm.weight", _same, _same
-    for name, theirs in (
-        ("router", "gate.weight"),
-        ("gate_up", "experts.gate_up_proj"),
-        ("down", "experts.down_proj"),
-        ("shared_gate", "shared_expert.gate_proj.weight"),
-        ("shared_up", "shared_expert.up_proj.weight"),
-        ("shared_down", "shared_expert.down_proj.weight"),
-        ("shared_router", "shared_expert_gate.weight"),
-    ):
-        yield ("moe", name), f"mlp.{theirs}", _swap, _swap
+    if "tie_word_embeddings" in config:
+        text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
+    return text
 
 
-class Tensor(NamedTuple):
-    """One tensor of a checkpoint.
-
-    path, block: where it lies in the parameters; `block` indexes the leading axis of a stacked
-    leaf, None for a leaf that isn't stacked.  name: in `transformers`.  out, into: from our
-    layout to theirs and back.
-    """
-
-    path: tuple[str, ...]
-    block: int | None
-    name: str
-    out: Map
-    into: Map
+def _needed(text: dict[str, Any], name: str) -> Any:
+    if text.get(name) is None:
+        raise ValueError(f"config.json lacks {name}")
+    return text[name]
 
 
-def tensor_table(cfg: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of a checkpoint of this config."""
-    yield Tensor(("embedding",), None, "model.embed_tokens.weight", _same, _same)
-    for index in range(cfg.num_layers):
-        block, place = divmod(index, len(cfg.block_types))
-        for path, suffix, out, into in _entries(cfg, index):
-            where = ("blocks", f"layer_{place}", *path)
-            yield Tensor(where, block, f"model.layers.{index}.{suffix}", out, into)
-    yield Tensor(("final_norm",), None, "model.norm.weight", _same, _same)
-    if not cfg.tie_word_embeddings:
-        yield Tensor(("head",), None, "lm_head.weight", _swap, _swap)
+def _refuse(kind: str, text: dict[str, Any]) -> None:
+    """Raises ValueError for a feature that this decoder doesn't have."""
+    for name in ("attention_bias", "mlp_bias"):
+        if text.get(name):
+            raise ValueError(f"{name} is set, but only layers without biases are supported")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {text['hidden_act']!r} isn't supported; only silu is")
+    if text.get("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or ()):
+        raise ValueError("sliding windows aren't supported; only full attention is")
+    if text.get("attention_dropout"):
+        raise ValueError("attention_dropout is set, but dropout isn't supported")
+    if text.get("attn_output_gate") is False and FAMILIES[kind].fixed["attention_gate"]:
+        raise ValueError(f"attn_output_gate is off, but {kind} is supported only with it")
+    if kind == "qwen3_5_moe_text" and text.get("mlp_only_layers"):
+        raise ValueError(f"mlp_only_layers isn't supported for {kind}, only for qwen3_moe")
+
+
+def _layers(kind: str, text: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The mixer and the feed-forward of every layer."""
+    count = _needed(text, "num_hidden_layers")
+    mixers = text.get("layer_types")
+    if DELTA not in FAMILIES[kind].mixers:
+        if mixers and set(mixers) != {FULL}:
+            raise ValueError(f"layer_types of {kind} must all be {FULL}, got {sorted(set(mixers))}")
+        mixers = [FULL] * count
+    elif not mixers:
+        interval = text.get("full_attention_interval", 4)
+        mixers = [DELTA if (i + 1) % interval else FULL for i in range(count)]
+    if len(mixers) != count:
+        raise ValueError(f"layer_types lists {len(mixers)} layers, num_hidden_layers is {count}")
+    if kind != "qwen3_moe":
+        return mixers, [*FAMILIES[kind].feed_forwards]
+    dense, step = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step", 1)
+    routed = (_needed(text, "num_experts") and i not in dense and (i + 1) % step == 0
+              for i in range(count))  # fmt: skip
+    return mixers, [MOE if is_routed else DENSE for is_routed in routed]
+
+
+def _rope(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    """The fields of rotary positions, from `rope_parameters` or the older `rope_scaling`."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("rope_parameters for each kind of layer aren't supported; only one is")
+    rope = {**text, **rope}
+    style = rope.get("rope_type") or rope.get("type") or "default"
+    if style not in ("default", "llama3"):
+        raise ValueError(f"rope_type {style!r} isn't supported; only default and llama3 are")
+    # `transformers` takes these two where a config doesn't say.
+    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or 10_000.0)}
+    partial = rope.get("partial_rotary_factor")
+    if "partial_rotary_factor" not in FAMILIES[kind].fixed:
+        fields["partial_rotary_factor"] = 0.25 if partial is None else partial
+    elif partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor {partial} isn't supported for {kind}; only 1 is")
+    if style == "llama3":
+        longest = "original_max_position_embeddings"
+        rope[longest] = text.get(longest) or rope.get(longest) or text["max_position_embeddings"]
+        names = [field.name for field in dataclasses.fields(Llama3Rope)]
+        fields["rope_scaling"] = Llama3Rope(**{name: _needed(rope, name) for name in names})
+    return fields

@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 
 from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.decoder import Params, init_params
-from fastask_jax.model.families import from_hf_config, tensor_table, to_hf_config
+from fastask_jax.model.families import from_hf_config, to_hf_config
+from fastask_jax.model.tensors import tensor_table
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax import numpy as jnp
 
+from fastask_jax.model.config import Llama3Rope
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm with a zero-centred weight: `x / rms(x) * (1 + weight)`."""
+
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, zero_centered: bool = True
+) -> jax.Array:
+    """`x / rms(x) * weight` in float32, or times `1 + weight` where the weight is zero-centred."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * (1.0 + weight)).astype(x.dtype)
+    return (wide * scale * (1.0 + weight if zero_centered else weight)).astype(x.dtype)
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -32,12 +38,23 @@ def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def rotary_table(
-    positions: jax.Array, rotary_dim: int, theta: float
+    positions: jax.Array, rotary_dim: int, theta: float, scaling: Llama3Rope | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[..., rotary_dim // 2]` float32 for integer positions `[...]`."""
     exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
-    angle = positions.astype(jnp.float32)[..., None] * (1.0 / theta**exponent)
+    frequency = 1.0 / theta**exponent
+    if scaling is not None:
+        frequency = _stretch(frequency, scaling)
+    angle = positions.astype(jnp.float32)[..., None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def _stretch(frequency: jax.Array, scaling: Llama3Rope) -> jax.Array:
+    """Llama 3.1's frequencies, as `transformers` computes them for rope_type "llama3"."""
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequency * (kept + (1.0 - kept) / scaling.factor)
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The two token mixers: gated full attention and the gated delta rule.
+"""The two token mixers: full attention and the gated delta rule.
 
 Each has a packed form (`__call__`, for training) and a cached form (`extend`, for rollouts: a
 slot appends the first `counts` of T tokens to what it already holds).  Both forms call the same
@@ -27,14 +27,15 @@ Rotary = tuple[jax.Array, jax.Array]
 LayerCache = dict[str, jax.Array]
 
 
-class GatedAttention(nnx.Module):
-    """Grouped-query attention with query/key norms, partial rotary positions and a sigmoid gate
-    on its output (the gate comes out of the query projection, beside each head's query)."""
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions, optionally with query/key norms and a sigmoid
+    gate on its output (the gate comes out of the query projection, beside each head's query)."""
 
     def __init__(self, cfg: ModelConfig, declare: Declare):
         self.cfg = cfg
         width, heads, groups, size = cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim
-        self.q_proj = declare((width, heads, 2 * size), ("embed", "heads", None), fan_in(width))
+        queries = 2 * size if cfg.attention_gate else size
+        self.q_proj = declare((width, heads, queries), ("embed", "heads", None), fan_in(width))
         self.k_proj = declare((width, groups, size), ("embed", "kv_heads", None), fan_in(width))
         self.v_proj = declare((width, groups, size), ("embed", "kv_heads", None), fan_in(width))
         self.o_proj = declare(
@@ -42,26 +43,33 @@ class GatedAttention(nnx.Module):
             ("heads", None, "embed"),
             fan_in(heads * size, (2 * cfg.num_layers) ** -0.5),
         )
-        self.q_norm = declare((size,), (None,), constant(0.0))
-        self.k_norm = declare((size,), (None,), constant(0.0))
+        if cfg.qk_norm:
+            unit = constant(0.0 if cfg.zero_centered_norms else 1.0)
+            self.q_norm = declare((size,), (None,), unit)
+            self.k_norm = declare((size,), (None,), unit)
 
     def _project(
         self, x: jax.Array, rotary: Rotary
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
         """`x [B, T, D]` -> queries, output gates `[B, T, H, K]`, keys, values `[B, T, G, K]`."""
+        cfg = self.cfg
 
         def heads(kernel: jax.Array) -> jax.Array:
             flat = linear(x, kernel.reshape(x.shape[-1], -1))
             return flat.reshape(*x.shape[:2], *kernel.shape[1:])
 
-        eps = self.cfg.rms_norm_eps
-        q, gate = jnp.split(heads(self.q_proj[...]), 2, axis=-1)
-        q = rotate(rms_norm(q, self.q_norm[...], eps), rotary)
-        k = rotate(rms_norm(heads(self.k_proj[...]), self.k_norm[...], eps), rotary)
-        return q, gate, k, heads(self.v_proj[...])
+        q, k, gate = heads(self.q_proj[...]), heads(self.k_proj[...]), None
+        if cfg.attention_gate:
+            q, gate = jnp.split(q, 2, axis=-1)
+        if cfg.qk_norm:
+            q = rms_norm(q, self.q_norm[...], cfg.rms_norm_eps, cfg.zero_centered_norms)
+            k = rms_norm(k, self.k_norm[...], cfg.rms_norm_eps, cfg.zero_centered_norms)
+        return rotate(q, rotary), gate, rotate(k, rotary), heads(self.v_proj[...])
 
-    def _finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
-        out = (out * jax.nn.sigmoid(gate)).reshape(*out.shape[:2], -1)
+    def _finish(self, out: jax.Array, gate: jax.Array | None) -> jax.Array:
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        out = out.reshape(*out.shape[:2], -1)
         return linear(out, self.o_proj[...].reshape(out.shape[-1], -1))
 
     def __call__(self, x: jax.Array, rotary: Rotary, segment_ids: jax.Array) -> jax.Array:

@@ -123,7 +123,6 @@ def tiny_model(tokenizer):
         vocab_size=len(tokenizer) + 5,
         hidden_size=32,
         num_layers=2,
-        full_attention_interval=2,
         heads=2,
         kv_heads=1,
         head_dim=16,

@@ -34,7 +34,7 @@ def small():
     return replace(
         PRESETS["tiny"],
         num_layers=1,
-        full_attention_interval=1,
+        mixers=("full_attention",),
         hidden_size=64,
         head_dim=32,
         num_experts=2,

@@ -69,7 +69,6 @@ def small_config():
         vocab_size=61,
         hidden_size=32,
         num_layers=2,
-        full_attention_interval=2,
         heads=2,
         kv_heads=1,
         head_dim=16,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastask_jax.model.config import ModelConfig
+from fastask_jax.model.config import DELTA, FULL, ModelConfig
 from fastask_jax.model.families import to_hf_config
 
 FILE = Path(__file__).with_name("references.npz")
@@ -35,7 +35,7 @@ CONFIGS = {
     "wide_pattern": ModelConfig(
         **_SMALL,
         num_layers=8,
-        full_attention_interval=4,
+        mixers=(DELTA, DELTA, DELTA, FULL),
         heads=4,
         kv_heads=1,
         partial_rotary_factor=0.25,
@@ -49,7 +49,7 @@ CONFIGS = {
     "attention_only": ModelConfig(
         **_SMALL,
         num_layers=2,
-        full_attention_interval=1,
+        mixers=(FULL,),
         heads=6,
         kv_heads=3,
         partial_rotary_factor=1.0,

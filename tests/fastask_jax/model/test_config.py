@@ -9,14 +9,14 @@ from fastask_jax.model import PRESETS, ModelConfig, init_params
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"num_layers": 3}, "multiple of full_attention_interval"),
+        ({"num_layers": 3}, "multiple of the length of mixers"),
         ({"heads": 3}, "multiple of kv_heads"),
         ({"linear_num_key_heads": 3}, "multiple of linear_num_key_heads"),
         ({"num_experts_per_tok": 5}, "must not exceed num_experts"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
         ({"head_dim": 6, "partial_rotary_factor": 0.5}, "must be even"),
         ({"moe_implementation": "capacity"}, "moe_implementation must be"),
-        ({"remat": "all"}, "remat must be"),
+        ({"remat": "all"}, "remat must be one of"),
         ({"dtype": "float16"}, "dtype must be"),
     ],
 )

@@ -59,7 +59,7 @@ attention = {
 norms = {"mixer_norm": P(None, None), "moe_norm": P(None, None)}
 
 def expected(cfg):
-    layers = [delta] * (cfg.full_attention_interval - 1) + [attention]
+    layers = [delta if mixer == "linear_attention" else attention for mixer in cfg.mixers]
     tree = {
         "embedding": P("tensor", "fsdp"),
         "final_norm": P(None),
@@ -70,7 +70,7 @@ def expected(cfg):
     return tree if cfg.tie_word_embeddings else tree | {"head": P("fsdp", "tensor")}
 
 mesh = make_mesh(1, 2, 2, 2)
-for cfg in PRESETS.values():
+for cfg in (PRESETS["tiny"], PRESETS["qwen3.5-35b-a3b"]):
     assert param_specs(cfg, mesh) == expected(cfg), cfg
 
 # Two key/value heads on four tensor shards: each shard keeps both.
