@@ -53,7 +53,9 @@ def score_fn(model: Any) -> ScoreFn:
             hidden[:, :-1], unembedding(params), tokens[:, 1:], temperature
         )
         shift = ((0, 0), (1, 0))
-        aux: Metrics = {"model/busiest_expert": Busiest(load["expert_counts"], load["tokens"])}
+        aux: Metrics = {}
+        if "expert_counts" in load:
+            aux["model/busiest_expert"] = Busiest(load["expert_counts"], load["tokens"])
         return Scores(jnp.pad(logprobs, shift), jnp.pad(entropy, shift), aux)
 
     return scores
