@@ -1,126 +1,250 @@
-"""Weights in and out, as safetensors with the tensor names of `transformers` (Qwen3.5-MoE).
+"""Weights in and out, in the files that `transformers` reads and writes.
 
-A directory holds `config.json` and `model.safetensors`; `transformers` loads the same directory
-with `AutoModelForCausalLM.from_pretrained`.  Tensors are read one by one.  Sharded checkpoints,
-other families and reading straight into a sharding are left out.
+    cfg, params = load_params("Qwen3-0.6B", mesh=make_mesh(fsdp=8))     # or a .gguf file
+    save_params("out", cfg, params, dtype="bfloat16")
+
+A directory holds `config.json` and `model.safetensors`, or several such files and their index;
+`AutoModelForCausalLM.from_pretrained` loads what is written here.  Weights are read tensor by
+tensor into the sharding that is asked for, and written without a second copy of them.  Fetching
+models over a network, and training states (`fastask_jax.learn.checkpoint`), are left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.decoder import Params, init_params
+from fastask_jax.model.directories import replaced_directory
 from fastask_jax.model.families import from_hf_config, to_hf_config
-from fastask_jax.model.tensors import tensor_table
+from fastask_jax.model.gguf import GGUFFile
+from fastask_jax.model.safetensors_files import Planned, SafetensorsFiles, write_safetensors
+from fastask_jax.model.sharding import param_shardings
+from fastask_jax.model.streaming import Source, load_leaf
+from fastask_jax.model.tensors import Tensor, find_tensors, tensor_table
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE = "config.json"
+# What `save_params` may leave in a directory, and so replaces there.
+_OURS = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json")
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# Rows that are compared at a time.
+_ROWS = 1024
 
-def _get(tree: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def to_hf_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """`(name, float32 array)` of every tensor, named and laid out as in `transformers`."""
-    for path, block, name, out, _ in tensor_table(cfg):
-        value = np.asarray(_get(params, path), np.float32)
-        yield name, np.ascontiguousarray(out(value if block is None else value[block]))
-
-
-def save_params(
-    directory: str | Path, cfg: ModelConfig, params: Params, dtype: str = "float32"
-) -> None:
-    """Writes `config.json` and `model.safetensors`, so that `transformers` can load them.
-
-    `dtype` is "float32" or "bfloat16"; norms, decay rates and biases stay float32.
-
-    Raises:
-      ValueError: another `dtype`.
-    """
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
-    kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: value.astype(kind) if value.ndim > 1 else value
-        for name, value in to_hf_tensors(cfg, params)
-    }
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = to_hf_config(cfg) | {"dtype": dtype}
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+_log = logging.getLogger(__name__)
 
 
-def load_params(directory: str | Path, **overrides: Any) -> tuple[ModelConfig, Params]:
-    """Reads a directory written by `save_params` or `transformers`; parameters are float32.
+def load_params(
+    source: str | Path,
+    mesh: Mesh | None = None,
+    shardings: Any = None,
+    param_dtype: str = "float32",
+    **overrides: Any,
+) -> tuple[ModelConfig, Params]:
+    """Reads a model directory, or a GGUF file, straight into its sharding.
 
-    `overrides` set config fields that a Hugging Face config doesn't have.
+    Args:
+      source: a directory written by `save_params` or `transformers`, or a path ending in .gguf.
+      mesh: places each parameter by the rules of `fastask_jax.model.sharding`.
+      shardings: the tree of parameters with a sharding in place of each array, instead of `mesh`;
+        without either, everything lies on the default device.
+      param_dtype: "float32", or "bfloat16" for matrices (norms, decay rates and biases stay
+        float32).  Not to be mistaken for the override `dtype`, the activations' type.
+      overrides: config fields that the files don't hold.
+
+    Beyond the weights, memory holds about one megabyte on CPU, and a stage of 256 MiB elsewhere;
+    a quantised tensor of a GGUF file is held unpacked, one at a time.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: an unsupported config, an unreadable file, or a tensor that is missing,
+      ValueError: an unsupported config or type, an unreadable file, or a tensor that is missing,
         surplus or of the wrong shape (named).
     """
-    directory = Path(directory)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / name).is_file():
-            raise FileNotFoundError(
-                f"{directory / name} is missing; a model directory holds {CONFIG_FILE} and "
-                f"{WEIGHTS_FILE}"
-            )
-    try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
-    except ValueError as error:
-        raise ValueError(f"{directory / CONFIG_FILE} isn't valid JSON: {error}") from None
-    cfg = from_hf_config(config, **overrides)
-    try:
-        with safe_open(str(directory / WEIGHTS_FILE), framework="np") as file:
-            return cfg, from_hf_tensors(cfg, set(file.keys()), file.get_tensor)
-    except SafetensorError as error:
-        raise ValueError(f"{directory / WEIGHTS_FILE} can't be read: {error}") from None
+    if mesh is not None and shardings is not None:
+        raise ValueError("give a mesh or shardings, not both")
+    dtype = _dtype("param_dtype", param_dtype)
+    source = Path(source)
+    files: Source
+    if source.suffix == ".gguf":
+        files = gguf = GGUFFile(source)
+        cfg = from_hf_config(gguf.hf_config(), **overrides)
+    else:
+        cfg = from_hf_config(_read_config(source), **overrides)
+        files = SafetensorsFiles(source)
+    if mesh is not None:
+        shardings = param_shardings(cfg, mesh)
+    return cfg, _load(cfg, files, dtype, shardings)
 
 
-def from_hf_tensors(
-    cfg: ModelConfig, names: set[str], get: Callable[[str], np.ndarray]
-) -> Params:
-    """Parameters from Hugging Face tensors, asked for one by one.
+def save_params(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: Params,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+    extras: Callable[[Path], Any] | None = None,
+) -> None:
+    """Writes `config.json` and safetensors files, so that `transformers` can load them.
+
+    The directory appears whole, in place of an earlier one, or not at all; other files in the
+    earlier one (a tokenizer) are kept.  Parameters may be spread over devices; if over those of
+    several processes, all of them call this and process 0 writes.
+
+    Args:
+      dtype: "float32" or "bfloat16"; norms, decay rates and biases stay float32.
+      max_shard_bytes: files are split so that none is larger.
+      extras: writes further files into the directory that it is given, before it is in place
+        (`tokenizer.save_pretrained`).
 
     Raises:
-      ValueError: missing, surplus or wrongly shaped tensors, by name.
+      ValueError: another `dtype`, or a config that `transformers` has no architecture for.
     """
+    kind = _dtype("dtype", dtype)
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    config = to_hf_config(cfg) | {"dtype": dtype}
     table = list(tensor_table(cfg))
-    wanted = {name for _, _, name, _, _ in table}
+    host = _Host(params)
+    arrays = (tensor.out(host(tensor)) for tensor in table)
+    if jax.process_index():
+        for _ in arrays:  # fetching is something that all processes do together
+            pass
+        return
+    plan = [_plan(tensor, _get(params, tensor.path).shape, kind) for tensor in table]
+    with replaced_directory(directory, _OURS) as folder:
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        write_safetensors(folder, plan, arrays, max_shard_bytes)
+        if extras is not None:
+            extras(folder)
+
+
+def _load(cfg: ModelConfig, source: Source, dtype: np.dtype, shardings: Any) -> Params:
+    names = source.names
+    table, skipped = find_tensors(cfg, names)
+    wanted = {tensor.name for tensor in table}
     if wanted - names:
         raise ValueError(f"missing tensors: {_listed(wanted - names)}")
     # A tied head may be stored all the same; it must then be the embedding.
-    surplus = names - wanted - ({"lm_head.weight"} if cfg.tie_word_embeddings else set())
+    head = {"lm_head.weight"} & names if cfg.tie_word_embeddings else set()
+    surplus = names - wanted - set(skipped) - head
     if surplus:
         raise ValueError(f"surplus tensors: {_listed(surplus)}")
+    if skipped:
+        _log.warning("tensors that this decoder has no use for: %s", _listed(set(skipped)))
+    tensors: dict[tuple[str, ...], list[Tensor]] = {}
+    for tensor in table:
+        tensors.setdefault(tensor.path, []).append(tensor)
+    for name in head:
+        _check_tied(source, name, tensors["embedding",][0].name)
+
+    def load(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *sharding: Any) -> jax.Array:
+        path = tuple(key.key for key in keys)
+        matrix = len(leaf.shape) > (2 if path[0] == "blocks" else 1)
+        kind = dtype if matrix else _DTYPES["float32"]
+        return load_leaf(source, tensors[path], leaf.shape, kind, *sharding)
+
     abstract = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
-    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, np.float32), abstract)
-    for path, block, name, out, into in table:
-        target = _get(params, path)
-        target = target if block is None else target[block]
-        value = np.asarray(get(name), np.float32)
-        expected = out(target).shape
-        if value.shape != expected:
-            raise ValueError(f"tensor {name} has shape {value.shape}, expected {expected}")
-        target[...] = into(value)
-    if cfg.tie_word_embeddings and "lm_head.weight" in names:
-        if not np.array_equal(np.asarray(get("lm_head.weight"), np.float32), params["embedding"]):
-            raise ValueError("lm_head.weight differs from the embedding that it is tied to")
-    return jax.tree.map(jax.numpy.asarray, params)
+    trees = [abstract] if shardings is None else [abstract, shardings]
+    return jax.tree_util.tree_map_with_path(load, *trees)
+
+
+def _check_tied(source: Source, name: str, embedding: str) -> None:
+    head, rows = source.read(name), source.read(embedding)
+    same = head.shape == rows.shape and all(
+        np.array_equal(head[i : i + _ROWS], rows[i : i + _ROWS]) for i in range(0, len(rows), _ROWS)
+    )
+    if not same:
+        raise ValueError(f"{name} differs from the embedding that it is tied to")
+
+
+class _Host:
+    """Parts of the parameters on the host, fetched as they are asked for."""
+
+    def __init__(self, params: Params):
+        self._params = params
+        self._layer: Any = None
+        self._blocks: dict[tuple[str, ...], np.ndarray] = {}
+
+    def __call__(self, tensor: Tensor) -> np.ndarray:
+        leaf = _get(self._params, tensor.path)
+        if _on_host(leaf):
+            return np.asarray(leaf) if tensor.block is None else np.asarray(leaf)[tensor.block]
+        if not isinstance(tensor.block, tuple):
+            return _fetch(leaf, tensor.block)
+        # Experts that are tensors of their own come one after another, so their block is kept.
+        block, *within = tensor.block
+        layer = (tensor.path[:2], block)
+        if layer != self._layer:
+            self._layer, self._blocks = layer, {}
+        if tensor.path not in self._blocks:
+            self._blocks[tensor.path] = _fetch(leaf, block)
+        return self._blocks[tensor.path][tuple(within)]
+
+
+def _on_host(leaf: Any) -> bool:
+    """Whether NumPy can look at the array where it lies."""
+    if not isinstance(leaf, jax.Array):
+        return True
+    devices = leaf.devices()
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
+
+
+def _fetch(leaf: jax.Array, block: Any) -> np.ndarray:
+    # A copy on the device comes first: an array keeps what NumPy was once given of it.
+    value = jax.numpy.copy(leaf) if block is None else _block(leaf, block)
+    if not value.is_fully_addressable:
+        if not isinstance(value.sharding, NamedSharding):
+            raise ValueError(f"parameters of several processes need a mesh, not {value.sharding}")
+        value = jax.device_put(value, NamedSharding(value.sharding.mesh, PartitionSpec()))
+    return np.asarray(value)
+
+
+@jax.jit
+def _block(leaf: jax.Array, block: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, block, keepdims=False)
+
+
+def _plan(tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype) -> Planned:
+    leaf = np.broadcast_to(np.float32(0), shape)
+    out = tensor.out(leaf if tensor.block is None else leaf[tensor.block])
+    return Planned(tensor.name, dtype if out.ndim > 1 else _DTYPES["float32"], out.shape)
+
+
+def _get(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    node: Any = tree
+    for name in path:
+        node = node[name]
+    return node
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing; a model directory holds {CONFIG_FILE} and model.safetensors, or "
+            "several such files with their index"
+        )
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} isn't valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} isn't the config of a model: it holds no object")
+    return config
+
+
+def _dtype(name: str, value: str) -> np.dtype:
+    if value not in _DTYPES:
+        raise ValueError(f"{name} must be {' or '.join(_DTYPES)}, got {value!r}")
+    return _DTYPES[value]
 
 
 def _listed(names: set[str]) -> str:

