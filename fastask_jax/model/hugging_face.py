@@ -119,11 +119,17 @@ def save_params(
             pass
         return
     plan = [_plan(tensor, _get(params, tensor.path).shape, kind) for tensor in table]
-    with replaced_directory(directory, _OURS) as folder:
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        write_safetensors(folder, plan, arrays, max_shard_bytes)
-        if extras is not None:
-            extras(folder)
+    try:
+        with replaced_directory(directory, _OURS) as folder:
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+            write_safetensors(folder, plan, arrays, max_shard_bytes)
+            if extras is not None:
+                extras(folder)
+    except Exception:
+        if jax.process_count() > 1:
+            for _ in arrays:  # the others are still fetching, and would wait for this process
+                pass
+        raise
 
 
 def _load(cfg: ModelConfig, source: Source, dtype: np.dtype, shardings: Any) -> Params:

@@ -56,9 +56,14 @@ def fill(out: np.ndarray, source: np.ndarray) -> None:
         out[...] = source
         return
     axis = int(np.argmax(source.strides))
-    step = max(1, _CHUNK_BYTES * source.shape[axis] // (source.size * out.itemsize))
-    for start in range(0, source.shape[axis], step):
-        chunk = (slice(None),) * axis + (slice(start, start + step),)
+    before, count = (slice(None),) * axis, source.shape[axis]
+    step = _CHUNK_BYTES * count // (source.size * out.itemsize)
+    if step == 0:
+        for i in range(count):
+            fill(out[(*before, i)], source[(*before, i)])
+        return
+    for start in range(0, count, step):
+        chunk = (*before, slice(start, start + step))
         out[chunk] = source[chunk].astype(out.dtype, order="K")
 
 

@@ -57,10 +57,11 @@ def test_fill_is_assignment(source, target):
 
 def test_fill_works_through_large_arrays_in_chunks(monkeypatch):
     monkeypatch.setattr("fastask_jax.model.streaming._CHUNK_BYTES", 1000)
-    x = np.arange(60_000, dtype=np.float32).reshape(300, 200)
-    out = np.zeros((200, 300), np.float32)
-    fill(out, x.T)
-    np.testing.assert_array_equal(out, x.T)
+    x = np.arange(60_000, dtype=np.float32).reshape(3, 100, 200)
+    for view in (x.T, np.swapaxes(x, 1, 2), x[1].T):
+        out = np.zeros(view.shape, np.float32)
+        fill(out, view)
+        np.testing.assert_array_equal(out, view)
 
 
 @pytest.fixture(scope="module")
