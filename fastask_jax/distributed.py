@@ -7,9 +7,9 @@
 Every process runs the same program over one mesh of all their devices.  What happens on the host
 alone (files, environments) can fail on one of them; a `Channel` raises that error on all, and no
 process waits for another beyond a deadline.  Messages go through the key-value store of
-`jax.distributed`, so they may come from any thread; only `gather`, `local_copy` and `host_copy`
-move data over the devices and belong to the main thread.  With one process everything here is
-a plain call.
+`jax.distributed`, so they may come from any thread; only `gather`, `local_copy` and
+`host_copy` move data over the devices and belong to the main thread.  With one process everything
+here is a plain call.
 
 Left out: processes that come and go (a lost one ends the run, which resumes from its last
 checkpoint), and models that don't fit one device of each process when they sample.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import pickle
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -92,8 +93,10 @@ class DistributedConfig:
 def started(config: DistributedConfig) -> Iterator[None]:
     """Joins the run's processes together for the length of the block.
 
-    Must come before anything asks JAX for its devices.  Raises ConnectionError when the others
-    can't be found.  An error that leaves the block is told to the others, who then stop too.
+    Must come before anything asks JAX for its devices.  Raises ConnectionError when process 0
+    can't be reached.  (JAX itself ends process 0 when others don't come, and every process when
+    one dies: exit code 134, with a text of its own.)  An error that leaves the block is told to
+    the others, who then stop too.
     """
     if not config.auto and config.coordinator is None:
         yield
@@ -101,23 +104,24 @@ def started(config: DistributedConfig) -> Iterator[None]:
     # It would keep SIGTERM for itself, and a run that is told to end must end: its checkpoints
     # stand that.
     jax.config.update("jax_enable_preemption_service", False)
-    bind = config.coordinator if _is_loopback(config.coordinator) else None
+    if config.coordinator is not None and config.process_id:
+        _wait_for(config.coordinator, config.start_timeout)
     try:
         jax.distributed.initialize(
             coordinator_address=config.coordinator,
             num_processes=config.num_processes,
             process_id=config.process_id,
-            coordinator_bind_address=bind,
+            coordinator_bind_address=(
+                config.coordinator if _is_loopback(config.coordinator) else None
+            ),
             initialization_timeout=config.start_timeout,
             shutdown_timeout_seconds=_SHUTDOWN,
         )
     except (RuntimeError, ValueError) as error:
-        where = config.coordinator or "found by JAX (--distributed.auto)"
+        where = config.coordinator or "found by itself"
         raise ConnectionError(
-            f"the processes of this run didn't come together; coordinator {where}: {_line(error)}. "
-            "Check that every process was started with the same coordinator and number of "
-            "processes, each with its own id, and that the port on process 0's host is free and "
-            "open to the others"
+            f"the processes of this run can't start, coordinator {where}: {_line(error)}; its port "
+            "must be free on process 0's host"
         ) from error
     try:
         yield
@@ -363,6 +367,23 @@ def _failure() -> str | None:
         return _client().key_value_try_get(_FAILED)
     except jax.errors.JaxRuntimeError:
         return None
+
+
+def _wait_for(coordinator: str, timeout: float) -> None:
+    """Asks by hand first: JAX would end the process where nobody answers."""
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConnectionError(
+                    f"nobody answers at {coordinator} after {timeout:g} s ({error}): start process "
+                    "0 there, with the same coordinator, and open the port to this host"
+                ) from error
+        time.sleep(0.2)
 
 
 def _is_loopback(address: str | None) -> bool:

@@ -5,6 +5,10 @@ seed and n, and trains on exactly what it sampled.  So a run that was killed and
 its last committed checkpoint is the run that was never interrupted.  Evaluation shares the
 engine, the weights and the decoding mode of training.
 
+With several processes (`fastask_jax.distributed`) each runs this same loop: it rolls out its share
+of the tasks on a device of its own, all get all trajectories, and one update runs over the mesh of
+all devices.  Process 0 alone writes and shows what a run leaves behind, checkpoints excepted.
+
 Left out: what is trained (the caller builds model, tasks, pool and objective), asynchronous
 rollouts, and plots (`fastask_jax.report`).
 """
@@ -14,14 +18,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from envs.core import ToolSpec
 from fastask_jax._exit import resumable
+from fastask_jax.actor import Actor, Record, record
+from fastask_jax.distributed import Channel, Quiet, is_main, local_copy
 from fastask_jax.learn import (
     Objective,
     PackConfig,
@@ -39,13 +45,8 @@ from fastask_jax.report.metrics import MetricsWriter, eval_values
 from fastask_jax.report.progress import Progress
 from fastask_jax.report.summary import summarize
 from fastask_jax.report.traces import TraceWriter
-from fastask_jax.rollout.chat import ChatFormat
-from fastask_jax.rollout.engine import Engine
-from fastask_jax.rollout.pools import Pool
-from fastask_jax.rollout.scheduler import RolloutConfig, RolloutStats, rollout
+from fastask_jax.rollout.scheduler import RolloutStats
 from fastask_jax.rollout.transcript import Trajectory
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class LoopConfig:
         within a step.
     eval_every: steps between evaluations; one is made before the first step and after the last.
     eval_tasks: held-out tasks of an evaluation; 0 makes none.
-    save_every: steps between checkpoints.  traces: trajectories a step written to traces.jsonl.
+    save_every: steps between checkpoints.  keep_last: how many of them are kept.  keep_every:
+        those of steps that this divides are kept for ever; none without it.
+    traces: trajectories a step written to traces.jsonl.
     gap_alarm: mean |log(learner's / sampler's probability)| of a step's tokens above which a
         warning is shown; both score the same weights, so it should be rounding.
     """
@@ -70,6 +73,8 @@ class LoopConfig:
     eval_every: int = 20
     eval_tasks: int = 128
     save_every: int = 20
+    keep_last: int = 2
+    keep_every: int | None = None
     traces: int = 8
     gap_alarm: float = 0.01
     seed: int = 0
@@ -78,6 +83,10 @@ class LoopConfig:
         for name in ("steps", "batch_size", "group_size", "eval_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name} must be at least 1, not {getattr(self, name)}")
+        if self.keep_last < 1:
+            raise ValueError(f"loop.keep_last must be at least 1, not {self.keep_last}")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"loop.keep_every must be at least 1, not {self.keep_every}")
         for name in ("refill_rounds", "eval_tasks", "traces"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loop.{name} must be 0 or more, not {getattr(self, name)}")
@@ -89,71 +98,6 @@ class LoopConfig:
                 f"loop.batch_size ({self.batch_size}) must be a multiple of loop.group_size "
                 f"({self.group_size}); {near} is"
             )
-
-
-@dataclass
-class Actor:
-    """Everything that turns weights and tasks into trajectories."""
-
-    engine: Engine
-    chat: ChatFormat
-    pool: Pool
-    tools: tuple[ToolSpec, ...]
-    config: RolloutConfig
-
-    def run(
-        self,
-        params: Any,
-        version: int,
-        tasks: Sequence[Any],
-        copies: int,
-        seed: str,
-        stats: RolloutStats | None = None,
-        temperature: float | None = None,
-    ) -> list[Trajectory]:
-        config = self.config
-        if temperature is not None:
-            config = replace(config, temperature=temperature)
-        return rollout(
-            self.engine, params, version, tasks, copies, self.pool, self.chat,
-            seed=seed, config=config, tools=self.tools, stats=stats,
-        )  # fmt: skip
-
-    def evaluate(
-        self, params: Any, version: int, tasks: Sequence[Any], temperature: float | None = None
-    ) -> list[Record]:
-        """One rollout of each task, as records for `report.summary`.
-
-        Each task is sampled with its own seed, the same at every evaluation.  Raises
-        RuntimeError when an episode failed for reasons of its own: no score is better than a
-        wrong one.
-        """
-        found = self.run(params, version, tasks, 1, "evaluation", temperature=temperature)
-        for trajectory in found:
-            if not trajectory.valid:
-                raise RuntimeError(f"evaluation of {trajectory.task_id}: {trajectory.error}")
-        return [record(t) for t in found]
-
-
-def record(trajectory: Trajectory) -> Record:
-    """What reports need to know of a scored episode."""
-    score = trajectory.score
-    if score is None:
-        raise ValueError(f"{trajectory.task_id} has no score")
-    info = score.info
-    return {
-        **{key: info[key] for key in ("task", "type", "family", "difficulty", "answer", "truth")},
-        "correct": bool(score.parts["correct"]),
-        "reward": score.total,
-        "parts": dict(score.parts),
-        "turns": info["turns"],
-        "cells": info["cells"],
-        "tool_calls": info["tool_calls"],
-        "malformed": info["malformed"],
-        "tokens": trajectory.sampled,
-        "seconds": trajectory.seconds,
-        "stop_reason": trajectory.stop_reason,
-    }
 
 
 @dataclass
@@ -170,10 +114,13 @@ class Trainer:
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
     _checkpoints: Checkpointer = field(init=False)
+    _channel: Channel = field(init=False)
 
     def __post_init__(self) -> None:
         self.run_dir = Path(self.run_dir)
-        self._checkpoints = Checkpointer(self.run_dir)
+        keep = (self.config.keep_last, self.config.keep_every)
+        self._checkpoints = Checkpointer(self.run_dir, *keep)
+        self._channel = Channel("loop")
 
     @property
     def objective(self) -> Objective:
@@ -185,20 +132,22 @@ class Trainer:
         Raises FileExistsError when the run directory holds a run and `resume` is false, and
         ValueError when it can't be resumed with these settings.
         """
-        state, done = self.step_fn.init(params), None
-        if resume and self._checkpoints.latest() is not None:
-            restored = self._checkpoints.restore(self.step_fn.abstract(params))
+        restored, done = None, None
+        if resume:
+            restored = self._checkpoints.restore_latest(self.step_fn.abstract(params))
+        if restored is None:
+            state = self.step_fn.init(params)
+        else:
             state, done = restored.state, int(restored.host_state["step"])
             self._check_resumable(done, restored.host_state.get("settings", {}))
             self.stream.cursor = int(restored.host_state["cursor"])
-        self.on_start()
-        with (
-            self._checkpoints,
-            MetricsWriter(self.run_dir, self._kept(done, resume)) as metrics,
-            TraceWriter(self.run_dir, self._kept(done, resume)) as traces,
-            Progress(self.config.steps, done or 0) as progress,
-            resumable(self.run_dir),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(self._checkpoints)
+            # Refusals of process 0 (the directory holds another run) stop the others too.
+            metrics, traces, progress = self._channel.run(
+                "opening the run's files", lambda: self._open(stack, done, resume)
+            )
+            stack.enter_context(resumable(self.run_dir))
             if done is None:
                 metrics.write(0, self._evaluate(state, 0, progress))
                 self._save(0, state)
@@ -214,6 +163,18 @@ class Trainer:
                 if step % self.config.save_every == 0 or step == self.config.steps:
                     self._save(step, state)
         return state
+
+    def _open(self, stack: ExitStack, done: int | None, resume: bool) -> tuple[Any, Any, Any]:
+        """The writers of metrics and traces and the progress bar; silent but on process 0."""
+        if not is_main():
+            return Quiet(), Quiet(), Quiet()
+        self.on_start()
+        kept = self._kept(done, resume)
+        return (
+            stack.enter_context(MetricsWriter(self.run_dir, kept)),
+            stack.enter_context(TraceWriter(self.run_dir, kept)),
+            stack.enter_context(Progress(self.config.steps, done or 0)),
+        )
 
     @staticmethod
     def _kept(done: int | None, resume: bool) -> int | None:
@@ -252,7 +213,7 @@ class Trainer:
             )
 
     def _step(
-        self, step: int, state: TrainState, traces: TraceWriter
+        self, step: int, state: TrainState, traces: TraceWriter | Quiet
     ) -> tuple[TrainState, dict[str, Any]]:
         began = time.monotonic()
         stats = RolloutStats()
@@ -310,6 +271,7 @@ class Trainer:
         """
         copies = self.config.group_size
         wanted = self.config.batch_size // copies
+        params = local_copy(state.params)
         kept: list[Trajectory] = []
         spare: list[Trajectory] = []
         for attempt in range(self.config.refill_rounds + 1):
@@ -318,7 +280,7 @@ class Trainer:
                 break
             seed = f"{self.config.seed}/{step}/{attempt}"
             tasks = self.stream.take(missing)
-            found = self.actor.run(state.params, int(state.version), tasks, copies, seed, stats)
+            found = self.actor.run(params, int(state.version), tasks, copies, seed, stats)
             values = advantages(
                 [t.reward for t in found],
                 [t.group for t in found],
@@ -331,12 +293,14 @@ class Trainer:
                 (kept if keep else spare).append(trajectory)
         return kept, spare
 
-    def _evaluate(self, state: TrainState, step: int, progress: Progress) -> dict[str, Any]:
+    def _evaluate(self, state: TrainState, step: int, progress: Progress | Quiet) -> dict[str, Any]:
         if not self.eval_tasks:
             return {}
-        records = self.actor.evaluate(state.params, int(state.version), self.eval_tasks)
-        write_records(self.run_dir, f"step_{step:05d}", records)
-        self.on_eval(step, records)
+        params = local_copy(state.params)
+        records = self.actor.evaluate(params, int(state.version), self.eval_tasks)
+        if is_main():
+            write_records(self.run_dir, f"step_{step:05d}", records)
+            self.on_eval(step, records)
         summary = summarize(records)
         progress.note(
             f"evaluation at step {step}: exact match {summary['exact_match']:.1%} "
