@@ -55,15 +55,16 @@ def fill(out: np.ndarray, source: np.ndarray) -> None:
     if source.ndim < 2 or source.flags.c_contiguous or source.size == 0:
         out[...] = source
         return
-    axis = int(np.argmax(source.strides))
-    before, count = (slice(None),) * axis, source.shape[axis]
+    slowest = int(np.argmax(source.strides))
+    out, source = np.moveaxis(out, slowest, 0), np.moveaxis(source, slowest, 0)
+    count = len(source)
     step = _CHUNK_BYTES * count // (source.size * out.itemsize)
     if step == 0:
         for i in range(count):
-            fill(out[(*before, i)], source[(*before, i)])
+            fill(out[i], source[i])
         return
     for start in range(0, count, step):
-        chunk = (*before, slice(start, start + step))
+        chunk = slice(start, start + step)
         out[chunk] = source[chunk].astype(out.dtype, order="K")
 
 
