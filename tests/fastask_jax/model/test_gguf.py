@@ -26,6 +26,7 @@ from fastask_jax.model.families import to_hf_config
 from fastask_jax.model.gguf import GGUFFile
 from fastask_jax.model.tensors import tensor_table
 from fastask_jax.model.tokenizers import load_tokenizer, shipped_weights
+from fastask_jax.rollout.chat import ChatFormat
 
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
@@ -523,6 +524,7 @@ def test_smollm2_has_the_shape_of_its_preset_and_its_own_tokenizer(smollm2):
     tokens = file.metadata["tokenizer.ggml.tokens"]
     assert tokenizer.convert_ids_to_tokens(range(len(tokens))) == tokens
     assert tokenizer.chat_template == file.metadata["tokenizer.chat_template"]
+    assert ChatFormat(tokenizer).stop_text == "<|im_end|>"
     text = "<|im_start|>user\nIt's 3.14  42 naïve\n<|im_end|>"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
