@@ -2,7 +2,7 @@
 
 The train step differentiates through a `ScoreFn`; the loop calls a `Scorer` to log how far the
 sampler's recorded logprobs are from the learner's.  Both use the same function, so the logged
-gap is that of the training graph.
+gap is that of the training graph.  Only sampled tokens (the loss mask) are scored.
 
 Left out: losses, and anything about how the model computes hidden states.
 """
@@ -15,50 +15,103 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from numpy.typing import NDArray
 
 from fastask_jax.learn.losses import Tokens
-from fastask_jax.learn.mesh import make_mesh, row_devices, row_sharding
 from fastask_jax.learn.metrics import Busiest, Metrics
 from fastask_jax.learn.packing import Batch, Packed, micro_batches
+from fastask_jax.model.decoder import unembedding
+from fastask_jax.model.mesh import (
+    ROW_AXES,
+    AnyMesh,
+    gather_weights,
+    make_mesh,
+    parts,
+    put,
+    row_spec,
+    whole_rows,
+)
+from fastask_jax.model.sharding import check_rows, forward, hidden_spec
+from kernels.linear_logprob import linear_logprob
 
 Params = Any
 
 
 class Scores(NamedTuple):
-    """logprobs, entropy: float32 [rows, length], at the position of the scored token (0 at
-    column 0).  aux: metrics of the model itself, for logging."""
+    """logprobs, entropy: float32 [rows, length], at the position of the scored token; 0 where
+    the mask is false, hence at column 0.  aux: metrics of the model itself, for logging."""
 
     logprobs: Tokens
     entropy: Tokens
     aux: Metrics
 
 
-# (params, tokens, positions, segment_ids, temperature) -> Scores
-ScoreFn = Callable[[Params, Array, Array, Array, Float[Array, ""] | float], Scores]
+# (params, tokens, positions, segment_ids, mask, temperature) -> Scores
+ScoreFn = Callable[[Params, Array, Array, Array, Array, Float[Array, ""] | float], Scores]
 
 
-def score_fn(model: Any) -> ScoreFn:
+def score_fn(model: Any, mesh: AnyMesh | None = None) -> ScoreFn:
     """The scores of `fastask_jax.model` for a ModelConfig; a ScoreFn is returned as it is."""
     if callable(model):
         return model
-    from fastask_jax.model import forward, unembedding
-    from kernels.linear_logprob import linear_logprob
 
-    def scores(params, tokens, positions, segment_ids, temperature):
-        hidden, load = forward(model, params, tokens, positions, segment_ids)
-        logprobs, entropy, _ = linear_logprob(
-            hidden[:, :-1], unembedding(params), tokens[:, 1:], temperature
+    def scores(params, tokens, positions, segment_ids, mask, temperature):
+        hidden, load = forward(model, params, tokens, positions, segment_ids, mesh=mesh)
+        # The hidden state at t scores token t + 1.
+        ids, wanted = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (tokens, mask))
+        logprobs, entropy = _score_hidden(
+            hidden, unembedding(params), ids, wanted, temperature, mesh
         )
-        shift = ((0, 0), (1, 0))
+        logprobs, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (logprobs, entropy))
         aux: Metrics = {}
         if "expert_counts" in load:
             aux["model/busiest_expert"] = Busiest(load["expert_counts"], load["tokens"])
-        return Scores(jnp.pad(logprobs, shift), jnp.pad(entropy, shift), aux)
+        return Scores(logprobs, entropy, aux)
 
     return scores
+
+
+def _score_hidden(
+    hidden: Float[Array, "rows length width"],
+    head: Float[Array, "width vocab"],
+    ids: Array,
+    wanted: Array,
+    temperature: Float[Array, ""] | float,
+    mesh: AnyMesh | None,
+) -> tuple[Tokens, Tokens]:
+    """Logprobs and entropies of `ids` where `wanted`, with the vocabulary split over `tensor`."""
+
+    def local(hidden, head, ids, wanted, temperature):
+        head = gather_weights(head, ("embed", "vocab"), (), hidden.dtype).astype(hidden.dtype)
+        logprobs, entropy, _ = linear_logprob(
+            whole_rows(hidden, ids.shape[1]),
+            head,
+            ids,
+            temperature,
+            wanted,
+            axis_name="tensor" if parts("tensor") > 1 else None,
+        )
+        return logprobs, entropy
+
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if mesh is None or mesh.size == 1:
+        return local(hidden, head, ids, wanted, temperature)
+    rows = PartitionSpec(ROW_AXES)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(
+            hidden_spec(mesh, ids.shape[1]),
+            PartitionSpec("fsdp", "tensor"),
+            rows,
+            rows,
+            PartitionSpec(),
+        ),
+        out_specs=(rows, rows),
+        check_vma=False,
+    )(hidden, head, ids, wanted, temperature)
 
 
 class Scorer:
@@ -66,23 +119,24 @@ class Scorer:
 
         logprobs, entropy = make_scorer(cfg)(params, packed.batch, temperature=1.0)
 
-    Both are float32 numpy [rows, length]; column 0 and padding mean nothing.  Micro-batches that
-    hold no token are skipped and left 0.
+    Both are float32 numpy [rows, length], 0 off the mask.  Micro-batches that hold no sampled
+    token are skipped.
     """
 
     def __init__(self, model: Any, micro_batch_rows: int, mesh: Mesh | None) -> None:
-        self.mesh = mesh or make_mesh(1)
+        self.mesh = mesh or make_mesh()
         self.micro_batch_rows = micro_batch_rows
         self.traces = 0
         check_rows(micro_batch_rows, self.mesh)
-        scores = score_fn(model)
+        scores = score_fn(model, self.mesh)
 
-        def run(params, tokens, positions, segment_ids, temperature):
+        def run(params, tokens, positions, segment_ids, mask, temperature):
             self.traces += 1
-            result = scores(params, tokens, positions, segment_ids, temperature)
+            result = scores(params, tokens, positions, segment_ids, mask, temperature)
             return result.logprobs, result.entropy
 
-        self._run = jax.jit(run)
+        # Copied to every device, so that every process can read them.
+        self._run = jax.jit(run, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def __call__(
         self, params: Params, batch: Batch | Packed, temperature: float = 1.0
@@ -90,10 +144,10 @@ class Scorer:
         flat = batch.batch if isinstance(batch, Packed) else batch
         micro = micro_batches(flat, self.micro_batch_rows)
         result = np.zeros((2, *micro.tokens.shape), np.float32)
-        for index in np.flatnonzero(micro.segment_ids.any(axis=(1, 2))):
-            rows = jax.device_put(
-                (micro.tokens[index], micro.positions[index], micro.segment_ids[index]),
-                row_sharding(self.mesh),
+        for index in np.flatnonzero(micro.mask.any(axis=(1, 2))):
+            rows = (micro.tokens, micro.positions, micro.segment_ids, micro.mask)
+            rows = put(
+                tuple(array[index] for array in rows), NamedSharding(self.mesh, row_spec())
             )
             result[:, index] = jax.device_get(self._run(params, *rows, np.float32(temperature)))
         logprobs, entropy = result.reshape(2, *flat.tokens.shape)
@@ -103,12 +157,3 @@ class Scorer:
 def make_scorer(model: Any, *, micro_batch_rows: int = 8, mesh: Mesh | None = None) -> Scorer:
     """A `Scorer` for a ModelConfig (or a ScoreFn)."""
     return Scorer(model, micro_batch_rows, mesh)
-
-
-def check_rows(micro_batch_rows: int, mesh: Mesh) -> None:
-    """Raises ValueError unless the rows of a micro-batch divide over the devices."""
-    if micro_batch_rows % row_devices(mesh):
-        raise ValueError(
-            f"micro_batch_rows={micro_batch_rows} doesn't divide over {row_devices(mesh)} "
-            "devices: choose a multiple"
-        )

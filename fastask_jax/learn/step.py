@@ -2,7 +2,8 @@
 
 Host side, the batch is cut into micro-batches.  Then one jitted, donated function over the mesh
 computes the global denominators, accumulates gradients in float32 over the micro-batches that
-hold tokens, clips by the global norm and applies AdamW.
+hold tokens, clips by the global norm and applies AdamW.  Weights are float32 whatever type the
+model computes in; each optimizer moment lies where its weight does.
 
 Left out: which batches to train on and when (the loop), and how a loss is made (`objective.py`).
 """
@@ -16,20 +17,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from fastask_jax.learn.mesh import make_mesh, row_sharding, state_shardings
 from fastask_jax.learn.metrics import Metric, Metrics, Sum, empty_like, merge
 from fastask_jax.learn.objective import Objective, objective_sum, reduction_weights
 from fastask_jax.learn.packing import Batch, Packed, micro_batches
-from fastask_jax.learn.score import Params, ScoreFn, check_rows, score_fn
+from fastask_jax.learn.score import Params, ScoreFn, score_fn
+from fastask_jax.model.mesh import make_mesh, put, row_spec
+from fastask_jax.model.sharding import check_rows
+from fastask_jax.model.sharding import param_specs as specs_of
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"],
-    meta_fields=["b1", "b2", "eps"],
+    meta_fields=["b1", "b2", "eps", "first_moment"],
 )
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -37,6 +40,7 @@ class OptimizerConfig:
 
     learning_rate, warmup_steps, weight_decay and max_grad_norm are array leaves: changing them
     compiles nothing anew.  Weight decay leaves out vectors and scalars (norms, biases, decays).
+    first_moment: float32 or bfloat16, the type in which the running mean of gradients is kept.
     """
 
     learning_rate: float = 3e-4
@@ -46,8 +50,13 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    first_moment: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.first_moment not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"optimizer first_moment must be float32 or bfloat16, not {self.first_moment!r}"
+            )
         # Leaves are tracers inside a jitted function; only numbers can be checked.
         for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
             value = getattr(self, name)
@@ -65,7 +74,9 @@ class OptimizerConfig:
         """Clip and AdamW as an optax transformation for the update after `step` updates."""
         return optax.chain(
             optax.clip_by_global_norm(self.max_grad_norm),
-            optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
+            optax.scale_by_adam(
+                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.first_moment
+            ),
             optax.add_decayed_weights(
                 self.weight_decay, mask=partial(jax.tree_util.tree_map_with_path, _is_matrix)
             ),
@@ -109,41 +120,64 @@ class TrainStep:
     optimizer: OptimizerConfig
     micro_batch_rows: int
     mesh: Mesh
+    param_specs: Any  # the parameters' tree, or the upper part of it, with PartitionSpecs
     traces: int = 0  # how often the update was traced, hence compiled
     _jitted: Any = field(default=None, repr=False)
 
     def init(self, params: Params) -> TrainState:
-        """A fresh state on the mesh.  `params` are copied, so the caller may keep them."""
-        copied = jax.device_put(params, state_shardings(params, self.mesh), may_alias=False)
-        return self.place(
-            TrainState(
-                params=copied,
-                opt_state=self.optimizer.transformation().init(copied),
-                step=jnp.zeros((), jnp.int32),
-                version=jnp.zeros((), jnp.int32),
-            )
+        """A fresh state on the mesh.  `params` are copied, so the caller may keep them; every
+        process gives the same ones, or ones that are on the mesh already."""
+        shardings = self.shardings(self._shapes(params))
+        copied = put(params, shardings.params)
+        return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(copied)
+
+    def _fresh(self, params: Params) -> TrainState:
+        return TrainState(
+            params=params,
+            opt_state=self.optimizer.transformation().init(params),
+            step=jnp.zeros((), jnp.int32),
+            version=jnp.zeros((), jnp.int32),
+        )
+
+    def _shapes(self, params: Params) -> TrainState:
+        return jax.eval_shape(self._fresh, params)
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """The state with the `NamedSharding` of each leaf: those of the parameters are given,
+        optimizer state that looks like the parameters follows them, and the rest is copied."""
+        copied = NamedSharding(self.mesh, PartitionSpec())
+        params = self._param_shardings(state.params)
+        structure: Any = jax.tree.structure(state.params)
+
+        def follows(tree: Any) -> bool:
+            return jax.tree.structure(tree) == structure
+
+        opt_state = jax.tree.map(
+            lambda part: params if follows(part) else copied, state.opt_state, is_leaf=follows
+        )
+        scalar: Any = copied
+        return TrainState(params=params, opt_state=opt_state, step=scalar, version=scalar)
+
+    def _param_shardings(self, params: Params) -> Any:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
+            self.param_specs,
+            params,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
     def place(self, state: TrainState) -> TrainState:
         """The state with every leaf where the mesh wants it (a no-op once it is there)."""
-        return jax.device_put(state, state_shardings(state, self.mesh))
+        return jax.device_put(state, self.shardings(state))
 
     def abstract(self, params: Params) -> TrainState:
         """Shapes, dtypes and shardings of the state for these (possibly abstract) params; what
         `Checkpointer.restore` needs.  Allocates nothing."""
-        shapes = jax.eval_shape(
-            lambda params: TrainState(
-                params,
-                self.optimizer.transformation().init(params),
-                jnp.zeros((), jnp.int32),
-                jnp.zeros((), jnp.int32),
-            ),
-            params,
-        )
+        shapes = self._shapes(params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
-            state_shardings(shapes, self.mesh),
+            self.shardings(shapes),
         )
 
     def __call__(
@@ -161,19 +195,46 @@ class TrainStep:
         optim/skipped is then 1 (`step` and `version` still advance).
         """
         flat = batch.batch if isinstance(batch, Packed) else batch
-        micro = micro_batches(flat, self.micro_batch_rows)
-        micro = jax.device_put(micro, row_sharding(self.mesh, leading=1))
+        micro = put(micro_batches(flat, self.micro_batch_rows), self._micro_sharding)
         objective = objective or self.objective
+        return self._compiled(state)(
+            self.place(state), micro, objective, optimizer or self.optimizer, terms=objective.terms
+        )
+
+    def lower(self, state: TrainState, rows: int, length: int) -> jax.stages.Lowered:
+        """The update for batches of this shape, not compiled yet; `state` may be abstract."""
+        shape = (rows // self.micro_batch_rows, self.micro_batch_rows, length)
+        micro = jax.tree.map(
+            lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self._micro_sharding),
+            Batch(
+                tokens=jnp.int32,
+                positions=jnp.int32,
+                segment_ids=jnp.int32,
+                mask=jnp.bool_,
+                behaviour_logprobs=jnp.float32,
+                advantages=jnp.float32,
+                versions=jnp.int32,
+            ),
+        )
+        return self._compiled(state).lower(
+            state, micro, self.objective, self.optimizer, terms=self.objective.terms
+        )
+
+    @property
+    def _micro_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, row_spec(leading=1))
+
+    def _compiled(self, state: TrainState) -> Any:
         if self._jitted is None:
+            # Metrics are copied to every device, so that every process can read them.
+            copied = NamedSharding(self.mesh, PartitionSpec())
             self._jitted = jax.jit(
                 self._update,
                 static_argnames="terms",
                 donate_argnames="state",
-                out_shardings=(state_shardings(state, self.mesh), None),
+                out_shardings=(self.shardings(state), copied),
             )
-        return self._jitted(
-            self.place(state), micro, objective, optimizer or self.optimizer, terms=objective.terms
-        )
+        return self._jitted
 
     def gradient(
         self, params: Params, version: Array, micro: Batch, objective: Objective, terms: frozenset
@@ -184,7 +245,12 @@ class TrainStep:
 
         def part(params: Params, batch: Batch) -> tuple[Array, Metrics]:
             scores = self.scores(
-                params, batch.tokens, batch.positions, batch.segment_ids, objective.temperature
+                params,
+                batch.tokens,
+                batch.positions,
+                batch.segment_ids,
+                batch.mask,
+                objective.temperature,
             )
             total, metrics = objective_sum(
                 objective, scores.logprobs, scores.entropy, batch, version, terms
@@ -202,6 +268,8 @@ class TrainStep:
             part, params, jax.tree.map(lambda array: array[0], micro)
         )[1]
         start = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        if self.mesh.size > 1:
+            start = jax.lax.with_sharding_constraint(start, self._param_shardings(params))
         # A loop with a run-time bound: micro-batches that exist only to keep the shape static
         # cost nothing.  Nothing differentiates through the loop itself.
         used = jnp.any(micro.segment_ids > 0, axis=(1, 2))
@@ -248,12 +316,31 @@ def make_train_step(
     *,
     micro_batch_rows: int = 8,
     mesh: Mesh | None = None,
+    param_specs: Any = None,
 ) -> TrainStep:
     """The train step of a ModelConfig (or of a ScoreFn, for other models).
 
     micro_batch_rows: rows per accumulation step; the batch must be packed with the same number.
-    mesh: defaults to one device.  Raises ValueError when the rows don't divide over the mesh.
+    mesh: defaults to one device.
+    param_specs: for a ScoreFn, whose parameters have no logical axes: how they are partitioned, a
+        tree of PartitionSpecs like them or one for all (`PartitionSpec()` copies them).
+
+    Raises ValueError when the rows don't divide over the mesh, when a parameter doesn't, or when
+    a ScoreFn comes without `param_specs` on a mesh of several devices.
     """
-    mesh = mesh or make_mesh(1)
+    mesh = mesh or make_mesh()
     check_rows(micro_batch_rows, mesh)
-    return TrainStep(score_fn(model), objective, optimizer, micro_batch_rows, mesh)
+    if not callable(model):
+        if param_specs is not None:
+            raise ValueError("param_specs is for a ScoreFn; a ModelConfig's logical axes decide")
+        param_specs = specs_of(model, mesh)
+    elif param_specs is None:
+        if mesh.size > 1:
+            raise ValueError(
+                "a ScoreFn on several devices needs param_specs: PartitionSpecs like its "
+                "parameters, or PartitionSpec() to copy them"
+            )
+        param_specs = PartitionSpec()
+    return TrainStep(
+        score_fn(model, mesh), objective, optimizer, micro_batch_rows, mesh, param_specs
+    )

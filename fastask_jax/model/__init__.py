@@ -1,20 +1,22 @@
 """The decoder: configs, parameters, packed forward pass, cached decoding, weights in and out."""
 
-from fastask_jax.model.cache import Cache, copy_slots, extend, init_cache, reset_slots
+from fastask_jax.model.cache import Cache, copy_slots, reset_slots
 from fastask_jax.model.config import PRESETS, ModelConfig
 from fastask_jax.model.decoder import (
     Params,
-    forward,
     init_params,
     load_balance_loss,
     unembedding,
 )
 from fastask_jax.model.hugging_face import load_params, save_params
-from fastask_jax.model.sharding import make_mesh, param_shardings
+from fastask_jax.model.mesh import MeshConfig, make_mesh
+from fastask_jax.model.sharding import extend, forward, init_cache, param_shardings
+from fastask_jax.model.tokenizers import shipped_weights
 
 __all__ = [
     "PRESETS",
     "Cache",
+    "MeshConfig",
     "ModelConfig",
     "Params",
     "copy_slots",
@@ -28,5 +30,6 @@ __all__ = [
     "param_shardings",
     "reset_slots",
     "save_params",
+    "shipped_weights",
     "unembedding",
 ]

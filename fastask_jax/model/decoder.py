@@ -16,6 +16,14 @@ from jax import numpy as jnp
 
 from fastask_jax.model.config import FULL, MOE, ModelConfig
 from fastask_jax.model.layers import rms_norm, rotary_table
+from fastask_jax.model.mesh import (
+    gather_weights,
+    look_up,
+    own_length,
+    sum_over_tokens,
+    sum_parts,
+    whole_rows,
+)
 from fastask_jax.model.mixers import Attention, GatedDeltaNet
 from fastask_jax.model.mlp import GatedMLP
 from fastask_jax.model.moe import Load, MixtureOfExperts
@@ -50,20 +58,23 @@ class Layer(nnx.Module):
     def _feed_forward(self, x, valid=None, forced=None, return_chosen=False):
         """The residual stream behind the feed-forward, and the routing of one with experts."""
         if not self.routed:
-            return x + self.mlp(self._norm(x, self.mlp_norm)), {}
+            length = x.shape[1] if valid is None else valid.shape[1]
+            normed = whole_rows(self._norm(x, self.mlp_norm), length)
+            return x + sum_parts(self.mlp(normed), x.shape[1]), {}
         out, load = self.moe(self._norm(x, self.moe_norm), valid, forced, return_chosen)
         return x + out, load
 
     def __call__(self, x, rotary, segment_ids, forced, return_chosen):
         with jax.named_scope(type(self.mixer).__name__):
-            x = x + self.mixer(self._norm(x, self.mixer_norm), rotary, segment_ids)
+            normed = whole_rows(self._norm(x, self.mixer_norm), segment_ids.shape[1])
+            x = x + sum_parts(self.mixer(normed, rotary, segment_ids), x.shape[1])
         with jax.named_scope("MixtureOfExperts" if self.routed else "GatedMLP"):
             return self._feed_forward(x, segment_ids > 0, forced, return_chosen)
 
     def extend(self, x, rotary, cache, length, counts):
         normed = self._norm(x, self.mixer_norm)
         out, cache = self.mixer.extend(normed, rotary, cache, length, counts)
-        return self._feed_forward(x + out)[0], cache
+        return self._feed_forward(x + sum_parts(out, x.shape[1]))[0], cache
 
 
 class Block(nnx.Module):
@@ -112,8 +123,10 @@ class Decoder(nnx.Module):
         if not cfg.tie_word_embeddings:
             self.head = declare((width, vocab), ("embed", "vocab"), fan_in(width))
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...].astype(self.cfg.dtype)[tokens]
+    def embed(self, tokens: jax.Array, share: int | None = None) -> jax.Array:
+        """`tokens [B, T]` -> `[B, T, D]`, or this device's `share` of the tokens on a mesh."""
+        table = self._gather(self.embedding[...], self.embedding).astype(self.cfg.dtype)
+        return look_up(table, tokens, tokens.shape[1] if share is None else share)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         cfg = self.cfg
@@ -126,7 +139,20 @@ class Decoder(nnx.Module):
     def stacked_blocks(self):
         """`(rebuild, leaves)`: `rebuild(leaves of one block)` is a `Block`."""
         graph, state = nnx.split(self.blocks)
-        return functools.partial(nnx.merge, graph), nnx.to_pure_dict(state)
+        declared = dict(nnx.to_flat_state(state))
+
+        def rebuild(leaves):
+            flat = nnx.traversals.flatten_mapping(leaves)
+            flat = {path: self._gather(leaf, declared[path]) for path, leaf in flat.items()}
+            return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
+
+        return rebuild, nnx.to_pure_dict(state)
+
+    def _gather(self, leaf: jax.Array, declared: nnx.Param) -> jax.Array:
+        """A parameter (of one block, if it is stacked) as this device of a mesh works with it."""
+        axes = declared.logical_axes[-leaf.ndim :] if leaf.ndim else ()
+        dtype = jnp.float32 if declared.wide else self.cfg.dtype
+        return gather_weights(leaf, axes, declared.blocks, dtype)
 
     def __call__(self, tokens, positions, segment_ids, expert_ids, return_expert_ids):
         cfg = self.cfg
@@ -143,12 +169,13 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(body, policy=_SAVED[cfg.remat])
         x, loads = jax.lax.scan(
             body,
-            self.embed(tokens),
+            self.embed(tokens, own_length(tokens.shape[1])),
             (stacked, expert_ids),
             unroll=min(cfg.scan_unroll, cfg.num_blocks),
         )
         loads = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), loads)
-        return self.norm(x), {**loads, "tokens": jnp.sum((segment_ids > 0).astype(jnp.float32))}
+        real = jnp.sum((segment_ids > 0).astype(jnp.float32))
+        return self.norm(x), {**loads, "tokens": sum_over_tokens(real, split=False)}
 
 
 # What a recomputed block keeps for its backward pass.  Products with weights have no batch axes,

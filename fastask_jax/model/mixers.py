@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.layers import gated_rms_norm, l2_norm, linear, rms_norm, rotate
+from fastask_jax.model.mesh import group_count, own_groups, parts
 from fastask_jax.model.parameters import (
     Declare,
     constant,
@@ -58,13 +59,17 @@ class Attention(nnx.Module):
             flat = linear(x, kernel.reshape(x.shape[-1], -1))
             return flat.reshape(*x.shape[:2], *kernel.shape[1:])
 
-        q, k, gate = heads(self.q_proj[...]), heads(self.k_proj[...]), None
+        k_proj, v_proj = (
+            own_groups(kernel[...], cfg.heads, cfg.kv_heads)
+            for kernel in (self.k_proj, self.v_proj)
+        )
+        q, k, gate = heads(self.q_proj[...]), heads(k_proj), None
         if cfg.attention_gate:
             q, gate = jnp.split(q, 2, axis=-1)
         if cfg.qk_norm:
             q = rms_norm(q, self.q_norm[...], cfg.rms_norm_eps, cfg.zero_centered_norms)
             k = rms_norm(k, self.k_norm[...], cfg.rms_norm_eps, cfg.zero_centered_norms)
-        return rotate(q, rotary), gate, rotate(k, rotary), heads(self.v_proj[...])
+        return rotate(q, rotary), gate, rotate(k, rotary), heads(v_proj)
 
     def _finish(self, out: jax.Array, gate: jax.Array | None) -> jax.Array:
         if gate is not None:
@@ -77,7 +82,8 @@ class Attention(nnx.Module):
         return self._finish(attention(q, k, v, segment_ids), gate)
 
     def init_cache(self, slots: int, max_len: int) -> LayerCache:
-        shape = (slots, self.cfg.kv_heads, max_len, self.cfg.head_dim)
+        groups = group_count(self.cfg.heads, self.cfg.kv_heads)
+        shape = (slots, groups, max_len, self.cfg.head_dim)
         return {name: jnp.zeros(shape, self.cfg.dtype) for name in ("k", "v")}
 
     def extend(
@@ -111,11 +117,18 @@ class GatedDeltaNet(nnx.Module):
             cfg.linear_conv_kernel_dim
         )
         project = fan_in(width)
-        self.in_proj_qkv = declare((width, cfg.conv_dim), ("embed", "delta_qkv"), project)
+        qkv = (cfg.linear_key_dim, cfg.linear_key_dim, cfg.linear_value_dim)
+        self.in_proj_qkv = declare(
+            (width, cfg.conv_dim), ("embed", "delta_qkv"), project, blocks=qkv
+        )
         self.in_proj_z = declare((width, cfg.linear_value_dim), ("embed", "delta_value"), project)
-        self.in_proj_a = declare((width, value_heads), ("embed", "delta_heads"), project)
-        self.in_proj_b = declare((width, value_heads), ("embed", "delta_heads"), project)
-        self.conv = declare((taps, cfg.conv_dim), (None, "delta_qkv"), fan_in(taps))
+        self.in_proj_a = declare(
+            (width, value_heads), ("embed", "delta_heads"), project, wide=True
+        )
+        self.in_proj_b = declare(
+            (width, value_heads), ("embed", "delta_heads"), project, wide=True
+        )
+        self.conv = declare((taps, cfg.conv_dim), (None, "delta_qkv"), fan_in(taps), blocks=qkv)
         self.a_log = declare((value_heads,), ("delta_heads",), log_uniform(1.0, 16.0))
         self.dt_bias = declare(
             (value_heads,), ("delta_heads",), inverse_softplus_time_step(1e-3, 1e-1)
@@ -131,12 +144,11 @@ class GatedDeltaNet(nnx.Module):
         """From convolved `mixed [B, T, conv_dim]` to the layer's output and the final state."""
         cfg = self.cfg
         lead = x.shape[:2]
-        q, k, v = jnp.split(
-            jax.nn.silu(mixed), (cfg.linear_key_dim, 2 * cfg.linear_key_dim), axis=-1
-        )
-        q = l2_norm(q.reshape(*lead, cfg.linear_num_key_heads, cfg.linear_key_head_dim))
-        k = l2_norm(k.reshape(*lead, cfg.linear_num_key_heads, cfg.linear_key_head_dim))
-        v = v.reshape(*lead, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
+        key_dim = cfg.linear_key_dim // parts("tensor")
+        q, k, v = jnp.split(jax.nn.silu(mixed), (key_dim, 2 * key_dim), axis=-1)
+        q = l2_norm(q.reshape(*lead, -1, cfg.linear_key_head_dim))
+        k = l2_norm(k.reshape(*lead, -1, cfg.linear_key_head_dim))
+        v = v.reshape(*lead, -1, cfg.linear_value_head_dim)
         wide = x.astype(jnp.float32)
         beta = jax.nn.sigmoid(linear(wide, self.in_proj_b[...]))
         step = jax.nn.softplus(linear(wide, self.in_proj_a[...]) + self.dt_bias[...])
@@ -168,11 +180,11 @@ class GatedDeltaNet(nnx.Module):
         cfg = self.cfg
         state = (
             slots,
-            cfg.linear_num_value_heads,
+            cfg.linear_num_value_heads // parts("tensor"),
             cfg.linear_key_head_dim,
             cfg.linear_value_head_dim,
         )
-        conv = (slots, cfg.linear_conv_kernel_dim - 1, cfg.conv_dim)
+        conv = (slots, cfg.linear_conv_kernel_dim - 1, cfg.conv_dim // parts("tensor"))
         return {"conv": jnp.zeros(conv, cfg.dtype), "state": jnp.zeros(state, jnp.float32)}
 
     def extend(

@@ -3,7 +3,12 @@
 Two forms with equal results: "dense" runs every expert on every token as one wide gated
 feed-forward layer (best for a handful of experts), "sorted" orders the (token, expert) pairs by
 expert and runs grouped products (work in proportion to `num_experts_per_tok`).  Router replay
-takes the choice of experts as an argument.  Expert parallelism is left out.
+takes the choice of experts as an argument.
+
+On a mesh whose `expert` axis splits the experts, the tokens of that axis are gathered, each device
+works on the pairs of its own experts (the others' cost it no product), and the outputs are summed
+and scattered back.  So no token is dropped whatever the router does, and only collectives that
+every platform has are used.
 """
 
 from __future__ import annotations
@@ -14,10 +19,15 @@ from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.layers import linear
+from fastask_jax.model.mesh import own_tokens, parts, sum_over_tokens, sum_parts, whole_rows
 from fastask_jax.model.parameters import Declare, fan_in
 from kernels.grouped_matmul import grouped_matmul
 
 Load = dict[str, jax.Array]
+
+# (token, expert) pairs sorted at once; more tokens than that go in turns, each recomputed in the
+# backward pass.  Bounds the memory of long rows, whose pairs are many times the tokens.
+_PAIRS = 1 << 17
 
 
 class MixtureOfExperts(nnx.Module):
@@ -29,10 +39,13 @@ class MixtureOfExperts(nnx.Module):
         width, experts = cfg.hidden_size, cfg.num_experts
         routed, shared = cfg.moe_intermediate_size, cfg.shared_expert_intermediate_size
         residual = (2 * cfg.num_layers) ** -0.5
-        self.router = declare((width, experts), ("embed", None), fan_in(width))
+        self.router = declare((width, experts), ("embed", None), fan_in(width), wide=True)
         # gate and up projections side by side, as in the Hugging Face tensor
         self.gate_up = declare(
-            (experts, width, 2 * routed), ("experts", "embed", "ffn"), fan_in(width)
+            (experts, width, 2 * routed),
+            ("experts", "embed", "ffn"),
+            fan_in(width),
+            blocks=(routed, routed),
         )
         self.down = declare(
             (experts, routed, width), ("experts", "ffn", "embed"), fan_in(routed, residual)
@@ -52,37 +65,61 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, Load]:
         """`x [B, T, D]` -> the output, and what was asked for about the routing.
 
+        On a mesh, `x`, the output and `expert_ids` are this device's tokens of the rows, the other
+        arguments whole rows; the sums are over the whole batch.
+
         Args:
           valid: `[B, T]`; adds `expert_counts` and `router_probs` `[experts]`, sums over it.
           forced: `[B, T, K]` integers that replace the router's choice of experts; their weights
             are still the router's.
           return_chosen: adds `expert_ids [B, T, K]`.
+
+        Raises:
+          ValueError: experts that are to be computed densely and are split over a mesh.
         """
         cfg = self.cfg
+        tokens = x.shape[1]
+        length = tokens if valid is None else valid.shape[1]
         flat = x.reshape(-1, x.shape[-1])
         probabilities = jax.nn.softmax(linear(flat.astype(jnp.float32), self.router[...]), axis=-1)
         if forced is None:
             chosen, weights = _top_k(probabilities, cfg.num_experts_per_tok)
         else:
-            chosen = forced.reshape(flat.shape[0], cfg.num_experts_per_tok)
+            chosen = own_tokens(forced, tokens).reshape(-1, cfg.num_experts_per_tok)
             weights = _pick(probabilities, chosen)
         if cfg.norm_topk_prob:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        if cfg.dense_experts:
+        load: Load = {}
+        if valid is not None:
+            real = own_tokens(valid, tokens).reshape(-1, 1).astype(jnp.float32)
+            taken = jnp.sum(_one_hot(chosen, cfg.num_experts), axis=1)
+            for name, values in (("expert_counts", taken), ("router_probs", probabilities)):
+                total = jnp.sum(values * real, axis=0)
+                load[name] = sum_over_tokens(total, split=tokens < length)
+        if return_chosen:
+            load["expert_ids"] = chosen.astype(jnp.int32).reshape(*x.shape[:2], -1)
+
+        x, chosen, weights = (
+            whole_rows(part.reshape(-1, tokens, part.shape[-1]), length)
+            for part in (flat, chosen, weights)
+        )
+        flat, chosen, weights = (
+            part.reshape(-1, part.shape[-1]) for part in (x, chosen, weights)
+        )
+        if self._computed_densely():
             out = self._dense(flat, chosen, weights)
         else:
             out = self._sorted(flat, chosen, weights)
             if cfg.shared_expert_intermediate_size:
                 out = out + self._shared(flat)
-        load: Load = {}
-        if valid is not None:
-            real = valid.reshape(-1, 1).astype(jnp.float32)
-            taken = jnp.sum(_one_hot(chosen, cfg.num_experts), axis=1)
-            load["expert_counts"] = jnp.sum(taken * real, axis=0)
-            load["router_probs"] = jnp.sum(probabilities * real, axis=0)
-        if return_chosen:
-            load["expert_ids"] = chosen.astype(jnp.int32).reshape(*x.shape[:2], -1)
-        return out.reshape(x.shape), load
+        return sum_parts(out.reshape(x.shape), tokens), load
+
+    def _computed_densely(self) -> bool:
+        if parts("expert") > 1 and self.cfg.moe_implementation == "dense":
+            raise ValueError(
+                "moe_implementation dense can't split experts over a mesh: choose auto or sorted"
+            )
+        return self.cfg.dense_experts and parts("expert") == 1
 
     def _shared(self, flat: jax.Array) -> jax.Array:
         inner = jax.nn.silu(linear(flat, self.shared_gate[...]))
@@ -95,7 +132,7 @@ class MixtureOfExperts(nnx.Module):
         """All experts, and a shared one as one more, as a single wide feed-forward layer."""
         cfg = self.cfg
         has_shared = cfg.shared_expert_intermediate_size > 0
-        width, routed = cfg.hidden_size, cfg.moe_intermediate_size
+        routed, width = self.down.shape[1:]
         per_expert = jnp.sum(
             _one_hot(chosen, cfg.num_experts) * weights[..., None], axis=1
         ).astype(flat.dtype)
@@ -118,10 +155,40 @@ class MixtureOfExperts(nnx.Module):
         return linear(scaled, down)
 
     def _sorted(self, flat: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """Only the chosen experts, by grouped products over pairs sorted by expert."""
+        """Only the chosen experts, wherever on the mesh they are."""
+        tokens, width = flat.shape
+        at_once = max(1, _PAIRS // (chosen.shape[1] * parts("expert")))
+        if tokens <= at_once:
+            return self._exchanged(flat, chosen, weights)
+        turns = -(-tokens // at_once)
+        pad = -tokens % turns
+        operands = tuple(
+            jnp.pad(x, ((0, pad), (0, 0))).reshape(turns, -1, x.shape[1])
+            for x in (flat, chosen, weights)
+        )
+        step = jax.checkpoint(lambda _, turn: (None, self._exchanged(*turn)))
+        return jax.lax.scan(step, None, operands)[1].reshape(-1, width)[:tokens]
+
+    def _exchanged(self, *local: jax.Array) -> jax.Array:
+        """`_chosen` of this device's tokens, by all devices of the `expert` axis."""
+        if parts("expert") == 1:
+            return self._chosen(0, *local)
+        gathered = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in local)
+        out = self._chosen(jax.lax.axis_index("expert") * self.down.shape[0], *gathered)
+        return jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+
+    def _chosen(
+        self, first: jax.Array | int, flat: jax.Array, chosen: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """What this device's experts, numbered from `first`, add to the output: grouped products
+        over pairs sorted by expert, those of other devices' experts last."""
         tokens, k = chosen.shape
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.cfg.num_experts)
+        own = self.down.shape[0]
+        expert = chosen.reshape(-1) - first
+        if own < self.cfg.num_experts:
+            expert = jnp.where((expert >= 0) & (expert < own), expert, own)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.bincount(expert, length=own + 1)[:own]
         gathered = flat[order // k]
         both = grouped_matmul(gathered, self.gate_up[...].astype(flat.dtype), sizes)
         gate, up = jnp.split(both, 2, axis=-1)

@@ -31,15 +31,27 @@ class Declare:
         return dataclasses.replace(self, stack=size)
 
     def __call__(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        init: Initializer,
+        *,
+        blocks: tuple[int, ...] = (),
+        wide: bool = False,
     ) -> nnx.Param:
+        """A parameter.
+
+        blocks: widths of matrices that lie side by side along the last axis; a device has its
+          part of each.
+        wide: used in float32 whatever type the model computes in.
+        """
         if len(shape) != len(axes):
             raise ValueError(f"shape {shape} and logical axes {axes} differ in length")
         key = self.rngs.params()
         if self.stack is None:
-            return nnx.Param(init(key, shape), logical_axes=axes)
+            return nnx.Param(init(key, shape), logical_axes=axes, blocks=blocks, wide=wide)
         value = jax.vmap(lambda k: init(k, shape))(jax.random.split(key, self.stack))
-        return nnx.Param(value, logical_axes=("layers", *axes))
+        return nnx.Param(value, logical_axes=("layers", *axes), blocks=blocks, wide=wide)
 
 
 def normal(deviation: float) -> Initializer:

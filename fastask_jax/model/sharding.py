@@ -1,73 +1,51 @@
-"""Where each parameter lives on a device mesh: one table from logical axes to mesh axes.
+"""Where each parameter lives on a mesh, and the forward pass and cached decoding there.
 
-Logical axes stand beside the shapes in the modules; the mesh has the axes `data`, `fsdp`,
-`expert` and `tensor` (any of them may have size 1).  A logical axis without a rule, two axes of
-one parameter on the same mesh axis, or a dimension that doesn't divide is an error, never a
-silent replication; the one exception is named in `REPLICATED_WHEN_UNEVEN`.  Activations are left
-to the compiler.
+Logical axes stand beside the shapes in the modules, the table from them to mesh axes is
+`mesh.RULES`.  A logical axis without a rule, two axes of one parameter on the same mesh axis, or
+a dimension that doesn't divide is an error, never a silent replication; the one exception is
+named in `REPLICATED_WHEN_UNEVEN`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.decoder import abstract_decoder
-
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
-
-RULES: dict[str, str | None] = {
-    "layers": None,
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "delta_qkv": "tensor",
-    "delta_value": "tensor",
-    "delta_heads": "tensor",
-    "experts": "expert",
-    "ffn": "tensor",
-}
+from fastask_jax.model import cache as decoding
+from fastask_jax.model import decoder
+from fastask_jax.model.config import DELTA, ModelConfig
+from fastask_jax.model.mesh import ROW_AXES, RULES, AnyMesh, row_devices, token_axis
 
 # With more tensor shards than key/value heads, every shard keeps all of them.
 REPLICATED_WHEN_UNEVEN = frozenset({"kv_heads"})
 
 
-def make_mesh(
-    data: int = 1,
-    fsdp: int = 1,
-    expert: int = 1,
-    tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-) -> Mesh:
-    """A mesh over the axes of `MESH_AXES`.
-
-    Raises:
-      ValueError: the sizes don't multiply to the number of devices.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    shape = (data, fsdp, expert, tensor)
-    if np.prod(shape) != len(devices):
-        raise ValueError(
-            f"a mesh of {' x '.join(map(str, shape))} needs {np.prod(shape)} devices, "
-            f"there are {len(devices)}"
-        )
-    return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
-
-
 def logical_axes(cfg: ModelConfig) -> dict[str, Any]:
     """The tree of parameters with a tuple of logical axes (or None) in place of each array."""
-    state = nnx.split(abstract_decoder(cfg))[1]
-    flat = {
-        path: variable.get_metadata()["logical_axes"] for path, variable in state.flat_state()
-    }
-    return nnx.traversals.unflatten_mapping(flat)
+    return jax.tree.map(lambda leaf: leaf.axes, _declared(cfg), is_leaf=_is_declaration)
+
+
+class _Declaration(NamedTuple):
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def _is_declaration(x: Any) -> bool:
+    return isinstance(x, _Declaration)
+
+
+@lru_cache(maxsize=32)
+def _declared(cfg: ModelConfig) -> dict[str, Any]:
+    """The tree of parameters as the modules declare them."""
+    flat = nnx.to_flat_state(nnx.split(decoder.abstract_decoder(cfg))[1])
+    return nnx.traversals.unflatten_mapping(
+        {path: _Declaration(leaf.shape, leaf.get_metadata()["logical_axes"]) for path, leaf in flat}
+    )
 
 
 def partition_spec(
@@ -107,20 +85,18 @@ def partition_spec(
 
 
 def param_specs(
-    cfg: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES
+    cfg: ModelConfig, mesh: AnyMesh, rules: Mapping[str, str | None] = RULES
 ) -> dict[str, Any]:
     """The tree of parameters with a `PartitionSpec` in place of each array."""
-    shapes = nnx.to_pure_dict(nnx.split(abstract_decoder(cfg))[1])
     return jax.tree.map(
-        lambda leaf, axes: partition_spec(axes, leaf.shape, mesh.shape, rules),
-        shapes,
-        logical_axes(cfg),
-        is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct),
+        lambda leaf: partition_spec(leaf.axes, leaf.shape, mesh.shape, rules),
+        _declared(cfg),
+        is_leaf=_is_declaration,
     )
 
 
 def param_shardings(
-    cfg: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES
+    cfg: ModelConfig, mesh: AnyMesh, rules: Mapping[str, str | None] = RULES
 ) -> dict[str, Any]:
     """The tree of parameters with a `NamedSharding` in place of each array."""
     return jax.tree.map(
@@ -130,6 +106,129 @@ def param_shardings(
     )
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch are split over `data` and `fsdp` together."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+def forward(
+    cfg: ModelConfig,
+    params: decoder.Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    expert_ids: jax.Array | None = None,
+    return_expert_ids: bool = False,
+    *,
+    mesh: AnyMesh | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`decoder.forward`, over a mesh where one of several devices is given.
+
+    The hidden states are then partitioned as `hidden_spec` says, `params` must be as in
+    `param_specs`, and the routing's sums are the whole batch's.
+
+    Raises:
+      ValueError: as `decoder.forward` does, and for rows or heads that don't divide over the mesh.
+    """
+    run = partial(decoder.forward, cfg, return_expert_ids=return_expert_ids)
+    if mesh is None or mesh.size == 1:
+        return run(params, tokens, positions, segment_ids, expert_ids)
+    check_rows(tokens.shape[0], mesh)
+    _check_heads(cfg, mesh)
+    rows, hidden = PartitionSpec(ROW_AXES), hidden_spec(mesh, tokens.shape[1])
+    ids = PartitionSpec(None, *rows)
+    sums = {"tokens": PartitionSpec()}
+    if cfg.num_moe_layers:
+        sums |= {"expert_counts": PartitionSpec(), "router_probs": PartitionSpec()}
+        if return_expert_ids:
+            sums["expert_ids"] = PartitionSpec(None, *hidden)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(param_specs(cfg, mesh), rows, rows, rows, None if expert_ids is None else ids),
+        out_specs=(hidden, sums),
+        check_vma=False,
+    )(params, tokens, positions, segment_ids, expert_ids)
+
+
+def hidden_spec(mesh: AnyMesh, length: int) -> PartitionSpec:
+    """Partition of hidden states `[B, T, D]` between layers and behind the last one."""
+    return PartitionSpec(ROW_AXES, token_axis(mesh, length))
+
+
+def check_rows(rows: int, mesh: AnyMesh) -> None:
+    """Raises ValueError unless the rows of a batch divide over the mesh."""
+    if rows % row_devices(mesh):
+        raise ValueError(
+            f"{rows} rows don't divide over the {row_devices(mesh)} parts of the mesh's axes "
+            f"{', '.join(ROW_AXES)}: choose a multiple"
+        )
+
+
+def _check_heads(cfg: ModelConfig, mesh: AnyMesh) -> None:
+    if DELTA in cfg.mixers and cfg.linear_num_key_heads % mesh.shape["tensor"]:
+        raise ValueError(
+            f"linear_num_key_heads ({cfg.linear_num_key_heads}) doesn't divide over mesh axis "
+            f"'tensor' of size {mesh.shape['tensor']}"
+        )
+
+
+# How `tensor` splits what a slot holds, by the name of the leaf.
+_SLOT_AXES: dict[str, tuple[str | None, ...]] = {
+    "length": (),
+    "k": ("tensor",),
+    "v": ("tensor",),
+    "conv": (None, "tensor"),
+    "state": ("tensor",),
+}
+
+
+def cache_specs(cfg: ModelConfig) -> decoding.Cache:
+    """The tree of a cache with a `PartitionSpec` in place of each array: slots are rows."""
+
+    def spec(path: tuple[Any, ...], _: Any) -> PartitionSpec:
+        stacked = [None] if path[0].key == "stacked" else []
+        return PartitionSpec(*stacked, ROW_AXES, *_SLOT_AXES[path[-1].key])
+
+    shapes = jax.eval_shape(lambda: decoding.init_cache(cfg, 1, 1))
+    return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+def init_cache(
+    cfg: ModelConfig, slots: int, max_len: int, *, mesh: AnyMesh | None = None
+) -> decoding.Cache:
+    """`cache.init_cache`, over a mesh where one of several devices is given.
+
+    A device of `tensor` then holds what its heads need: key/value heads that don't divide are
+    held more than once, and the channels of the convolution lie in another order.
+
+    Raises:
+      ValueError: as `cache.init_cache` does, and for slots or heads that don't divide.
+    """
+    if mesh is None or mesh.size == 1:
+        return decoding.init_cache(cfg, slots, max_len)
+    check_rows(slots, mesh)
+    _check_heads(cfg, mesh)
+    make = partial(decoding.init_cache, cfg, slots // row_devices(mesh), max_len)
+    return jax.shard_map(
+        make, mesh=mesh, in_specs=(), out_specs=cache_specs(cfg), check_vma=False
+    )()
+
+
+def extend(
+    cfg: ModelConfig,
+    params: decoder.Params,
+    cache: decoding.Cache,
+    tokens: jax.Array,
+    counts: jax.Array,
+    *,
+    mesh: AnyMesh | None = None,
+) -> tuple[jax.Array, decoding.Cache]:
+    """`cache.extend`, over a mesh where one of several devices is given: slots and hidden states
+    are then split by rows, the cache is from `init_cache` with the same mesh."""
+    run = partial(decoding.extend, cfg)
+    if mesh is None or mesh.size == 1:
+        return run(params, cache, tokens, counts)
+    rows, specs = PartitionSpec(ROW_AXES), cache_specs(cfg)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(param_specs(cfg, mesh), specs, rows, rows),
+        out_specs=(rows, specs),
+        check_vma=False,
+    )(params, cache, tokens, counts)

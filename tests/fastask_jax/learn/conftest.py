@@ -16,7 +16,7 @@ def params(seed=0):
     return {"table": jnp.asarray(table[:-1]), "bias": jnp.asarray(table[-1])}
 
 
-def scores(params, tokens, positions, segment_ids, temperature):
+def scores(params, tokens, positions, segment_ids, mask, temperature):
     """A ScoreFn: the logits of token t are table[token t-1] + bias."""
     import jax
     import jax.numpy as jnp
