@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from kernels.attention import IMPLEMENTATIONS
+
 DELTA = "linear_attention"
 FULL = "full_attention"
 DENSE = "dense"
@@ -87,6 +89,9 @@ class ModelConfig:
     dtype: str = "float32"
     # Tokens per chunk of the gated delta rule.
     delta_chunk: int = 32
+    # Implementation of `kernels.attention` for packed rows; "auto" goes by the default backend.
+    # Ahead-of-time compilation for another platform names it.
+    attention_implementation: str = "auto"
     # "dense" computes every expert for every token, "sorted" only the chosen ones; "auto" takes
     # "dense" up to eight experts, where one wide product beats sorting.
     moe_implementation: str = "auto"
@@ -118,6 +123,10 @@ class ModelConfig:
             )
         if self.moe_implementation not in ("auto", "dense", "sorted"):
             raise ValueError("moe_implementation must be auto, dense or sorted")
+        if self.attention_implementation not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(
+                f"attention_implementation must be auto, {', '.join(IMPLEMENTATIONS)}"
+            )
         if self.remat not in REMATS:
             raise ValueError(f"remat must be one of {', '.join(REMATS)}")
         if self.dtype not in ("float32", "bfloat16"):
