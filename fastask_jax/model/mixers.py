@@ -79,7 +79,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rotary: Rotary, segment_ids: jax.Array) -> jax.Array:
         q, gate, k, v = self._project(x, rotary)
-        return self._finish(attention(q, k, v, segment_ids), gate)
+        choice = self.cfg.attention_implementation
+        out = attention(
+            q, k, v, segment_ids, implementation=None if choice == "auto" else choice
+        )
+        return self._finish(out, gate)
 
     def init_cache(self, slots: int, max_len: int) -> LayerCache:
         groups = group_count(self.cfg.heads, self.cfg.kv_heads)
