@@ -6,11 +6,11 @@
 Everything that decides the run is in `Config`; `--help` lists it and `--show-config true` prints it
 resolved.  The run directory then holds config.json, metrics.jsonl, traces.jsonl, summary.json,
 reward.png, checkpoints/ and policy/ (the trained weights, for `fastask ask --checkpoint RUN`).
+Over several hosts: docs/several_hosts.md.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,15 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
 from envs.fast_ask.tools import TOOLS
 from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
 from experiments.config import format_config, option, parse, run_main, save_config
+from fastask_jax.actor import Actor, Record
+from fastask_jax.distributed import Channel, DistributedConfig, is_main, started
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
-from fastask_jax.loop import Actor, LoopConfig, Record, Trainer, read_records, write_records
+from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
 from fastask_jax.model import PRESETS, ModelConfig, load_params, save_params
+from fastask_jax.model.mesh import MeshConfig
 from fastask_jax.model.tokenizers import load_tokenizer, shipped_weights
 from fastask_jax.policies.baselines import baseline_records
 from fastask_jax.report.metrics import read_metrics
@@ -72,6 +77,8 @@ class Config:
     rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
     engine: EngineConfig = option(EngineConfig(slots=64, max_len=768), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
+    mesh: MeshConfig = option(MeshConfig(), "")
+    distributed: DistributedConfig = option(DistributedConfig(), "")
     pool: PoolConfig = option(PoolConfig(), "")
     sandbox: SandboxConfig = option(SandboxConfig(), "")
 
@@ -129,14 +136,15 @@ class Built:
 
 
 @contextmanager
-def build(config: Config) -> Iterator[Built]:
-    """Loads the policy and starts the environment pool; both end with the block.
+def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
+    """Loads the policy, onto a mesh if one is given, and starts the environment pool; both end
+    with the block.
 
     Raises FileNotFoundError or ValueError for weights that are missing or don't fit the model.
     """
     wanted = PRESETS[config.model]
     source = config.weights or shipped_weights(config.model)
-    model, params = load_params(source)
+    model, params = load_params(source, mesh)
     model = replace(model, scan_unroll=wanted.scan_unroll, delta_chunk=wanted.delta_chunk)
     if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
@@ -147,22 +155,17 @@ def build(config: Config) -> Iterator[Built]:
         yield Built(model, params, Actor(engine, chat, pool, TOOLS, config.rollout))
 
 
-def save_policy(run_dir: Path, model: ModelConfig, params: Any) -> None:
-    """Writes RUN/policy whole or not at all: a kill leaves the one before."""
-    folder, scratch = run_dir / "policy", run_dir / "policy.partial"
-    shutil.rmtree(scratch, ignore_errors=True)
-    save_params(scratch, model, params)
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
-
-
 def train(
     config: Config, on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
 ) -> dict[str, list[Record]]:
-    """Runs the config; returns the held-out records of blind, base, trained and oracle."""
+    """Runs the config; returns the held-out records of blind, base, trained and oracle.
+
+    With several processes those are process 0's to return; the others have none.
+    """
     began = time.monotonic()
+    mesh = config.mesh.make()
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
-    with build(config) as built:
+    with build(config, mesh) as built:
         trainer = Trainer(
             config=config.loop,
             run_dir=config.run_dir,
@@ -171,6 +174,7 @@ def train(
                 config.objective,
                 config.optimizer,
                 micro_batch_rows=config.pack.micro_batch_rows,
+                mesh=mesh,
             ),
             pack_config=config.pack,
             actor=built.actor,
@@ -180,17 +184,24 @@ def train(
             on_start=lambda: save_config(config, config.run_dir),
         )
         state = trainer.run(built.params, config.resume)
-        save_policy(config.run_dir, built.model, state.params)
-        policies: dict[str, list[Record]] = {}
-        if heldout:
-            policies = {
-                "blind": baseline_records("blind", heldout, config.env, config.sandbox),
-                "base": read_records(config.run_dir, "step_00000"),
-                "trained": read_records(config.run_dir, f"step_{config.loop.steps:05d}"),
-                "oracle": baseline_records("oracle", heldout, config.env, config.sandbox),
-            }
-            for name in ("blind", "oracle"):
-                write_records(config.run_dir, name, policies[name])
+    save_params(config.run_dir / "policy", built.model, state.params)
+    return Channel("results").run(
+        "comparing policies", lambda: compare(config, heldout, began) if is_main() else {}
+    )
+
+
+def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[Record]]:
+    """Writes summary and plot of a finished run; returns the records of each policy."""
+    policies: dict[str, list[Record]] = {}
+    if heldout:
+        policies = {
+            "blind": baseline_records("blind", heldout, config.env, config.sandbox),
+            "base": read_records(config.run_dir, "step_00000"),
+            "trained": read_records(config.run_dir, f"step_{config.loop.steps:05d}"),
+            "oracle": baseline_records("oracle", heldout, config.env, config.sandbox),
+        }
+        for name in ("blind", "oracle"):
+            write_records(config.run_dir, name, policies[name])
     write_summary(
         config.run_dir, policies, steps=config.loop.steps, wall_seconds=time.monotonic() - began
     )
@@ -214,9 +225,16 @@ def show(policies: dict[str, list[Record]]) -> None:
 
 def main(argv: list[str]) -> None:
     config = parse(Config, argv, presets=PRESET_CONFIGS, prog="python -m experiments.fast_ask")
-    print(format_config(config), flush=True)
-    show(train(config))
-    print(f"\nrun directory: {config.run_dir} (reward.png, metrics.jsonl, traces.jsonl, policy/)")
+    with started(config.distributed):
+        if is_main():
+            print(format_config(config), flush=True)
+        policies = train(config)
+        if is_main():
+            show(policies)
+            print(
+                f"\nrun directory: {config.run_dir} "
+                "(reward.png, metrics.jsonl, traces.jsonl, policy/)"
+            )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import ipaddress
 import json
 import pickle
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -126,8 +127,10 @@ def started(config: DistributedConfig) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        text = f"process {jax.process_index()} failed: {type(error).__name__}: {_line(error)}"
+        # Now: what comes next may end the process, where the others are gone already.
+        print(text, file=sys.stderr, flush=True)
         with suppress(jax.errors.JaxRuntimeError):  # the coordinator may be what failed
-            text = f"process {jax.process_index()} failed: {type(error).__name__}: {_line(error)}"
             _client().key_value_set(_FAILED, text)
         with suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
