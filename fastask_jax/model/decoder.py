@@ -15,7 +15,7 @@ from flax import nnx
 from jax import numpy as jnp
 
 from fastask_jax.model.config import FULL, MOE, ModelConfig
-from fastask_jax.model.layers import rms_norm, rotary_table
+from fastask_jax.model.layers import Adapted, Kernel, rms_norm, rotary_table, split_axes
 from fastask_jax.model.mesh import (
     gather_weights,
     look_up,
@@ -125,8 +125,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, share: int | None = None) -> jax.Array:
         """`tokens [B, T]` -> `[B, T, D]`, or this device's `share` of the tokens on a mesh."""
-        table = self._gather(self.embedding[...], self.embedding).astype(self.cfg.dtype)
-        return look_up(table, tokens, tokens.shape[1] if share is None else share)
+        table: Any = self._gather(self.embedding[...], self.embedding)
+        return look_up(table.astype(self.cfg.dtype), tokens, tokens.shape[1] if share is None else share)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         cfg = self.cfg
@@ -148,10 +148,19 @@ class Decoder(nnx.Module):
 
         return rebuild, nnx.to_pure_dict(state)
 
-    def _gather(self, leaf: jax.Array, declared: nnx.Param) -> jax.Array:
+    def _gather(self, leaf: Kernel, declared: nnx.Param) -> Kernel:
         """A parameter (of one block, if it is stacked) as this device of a mesh works with it."""
         axes = declared.logical_axes[-leaf.ndim :] if leaf.ndim else ()
         dtype = jnp.float32 if declared.wide else self.cfg.dtype
+        if isinstance(leaf, Adapted):
+            batch, inputs = split_axes(axes)
+            stop = batch + inputs
+            a_axes, b_axes = (*axes[:stop], None), (*axes[:batch], None, *axes[stop:])
+            return Adapted(
+                gather_weights(leaf.base, axes, declared.blocks, dtype),
+                gather_weights(leaf.a, a_axes, (), dtype),
+                gather_weights(leaf.b, b_axes, declared.blocks, dtype),
+            )
         return gather_weights(leaf, axes, declared.blocks, dtype)
 
     def __call__(self, tokens, positions, segment_ids, expert_ids, return_expert_ids):

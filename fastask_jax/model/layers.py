@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
 
 import jax
 from jax import numpy as jnp
@@ -32,8 +36,56 @@ def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class Adapted:
+    """A kernel with a low-rank update beside it, `base + a b`; stands where a kernel does.
+
+    base: `[*batch, *inputs, *outputs]`.  a: `[*batch, *inputs, R]`.  b: `[*batch, R, *outputs]`,
+    scaled already.
+    """
+
+    base: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    def __getitem__(self, key: EllipsisType) -> Adapted:
+        return self
+
+    def reshape(self, inputs: int, outputs: int) -> Adapted:
+        """As a matrix, where there is no batch axis; one size may be -1."""
+        rank = self.a.shape[-1]
+        return Adapted(
+            self.base.reshape(inputs, outputs),
+            self.a.reshape(-1, rank),
+            self.b.reshape(rank, -1),
+        )
+
+
+Kernel = jax.Array | Adapted
+
+
+def split_axes(axes: Sequence[str | None]) -> tuple[int, int]:
+    """How many of a linear map's logical axes are batch axes (layers, experts), and how many of
+    the rest are inputs: it either leaves the residual stream ("embed") or comes back to it."""
+    batch = sum(axis in ("layers", "experts") for axis in axes)
+    return batch, 1 if axes[batch] == "embed" else len(axes) - batch - 1
+
+
+def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
     """`x [..., D] @ kernel [D, F]` in the type of `x`."""
+    if isinstance(kernel, Adapted):
+        return linear(x, kernel.base) + linear(linear(x, kernel.a), kernel.b)
     return jnp.matmul(x, kernel.astype(x.dtype))
 
 

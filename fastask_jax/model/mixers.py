@@ -12,7 +12,15 @@ from flax import nnx
 from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.layers import gated_rms_norm, l2_norm, linear, rms_norm, rotate
+from fastask_jax.model.layers import (
+    Adapted,
+    Kernel,
+    gated_rms_norm,
+    l2_norm,
+    linear,
+    rms_norm,
+    rotate,
+)
 from fastask_jax.model.mesh import group_count, own_groups, parts
 from fastask_jax.model.parameters import (
     Declare,
@@ -55,14 +63,17 @@ class Attention(nnx.Module):
         """`x [B, T, D]` -> queries, output gates `[B, T, H, K]`, keys, values `[B, T, G, K]`."""
         cfg = self.cfg
 
-        def heads(kernel: jax.Array) -> jax.Array:
+        def heads(kernel: Kernel) -> jax.Array:
             flat = linear(x, kernel.reshape(x.shape[-1], -1))
             return flat.reshape(*x.shape[:2], *kernel.shape[1:])
 
-        k_proj, v_proj = (
-            own_groups(kernel[...], cfg.heads, cfg.kv_heads)
-            for kernel in (self.k_proj, self.v_proj)
-        )
+        def own(kernel: Kernel) -> Kernel:
+            if isinstance(kernel, Adapted):
+                base, b = (own_groups(x, cfg.heads, cfg.kv_heads) for x in (kernel.base, kernel.b))
+                return Adapted(base, kernel.a, b)
+            return own_groups(kernel, cfg.heads, cfg.kv_heads)
+
+        k_proj, v_proj = own(self.k_proj[...]), own(self.v_proj[...])
         q, k, gate = heads(self.q_proj[...]), heads(k_proj), None
         if cfg.attention_gate:
             q, gate = jnp.split(q, 2, axis=-1)

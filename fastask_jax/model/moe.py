@@ -18,7 +18,7 @@ from flax import nnx
 from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.layers import linear
+from fastask_jax.model.layers import Adapted, Kernel, linear
 from fastask_jax.model.mesh import own_tokens, parts, sum_over_tokens, sum_parts, whole_rows
 from fastask_jax.model.parameters import Declare, fan_in
 from kernels.grouped_matmul import grouped_matmul
@@ -110,7 +110,7 @@ class MixtureOfExperts(nnx.Module):
             out = self._dense(flat, chosen, weights)
         else:
             out = self._sorted(flat, chosen, weights)
-            if cfg.shared_expert_intermediate_size:
+            if self._has_shared:
                 out = out + self._shared(flat)
         return sum_parts(out.reshape(x.shape), tokens), load
 
@@ -119,7 +119,15 @@ class MixtureOfExperts(nnx.Module):
             raise ValueError(
                 "moe_implementation dense can't split experts over a mesh: choose auto or sorted"
             )
-        return self.cfg.dense_experts and parts("expert") == 1
+        if not self.cfg.dense_experts or parts("expert") > 1:
+            return False
+        # Kernels with low-rank updates don't join into one wide layer.
+        shared = (self.shared_gate, self.shared_up, self.shared_down) if self._has_shared else ()
+        return not any(isinstance(k[...], Adapted) for k in (self.gate_up, self.down, *shared))
+
+    @property
+    def _has_shared(self) -> bool:
+        return self.cfg.shared_expert_intermediate_size > 0
 
     def _shared(self, flat: jax.Array) -> jax.Array:
         inner = jax.nn.silu(linear(flat, self.shared_gate[...]))
@@ -131,7 +139,6 @@ class MixtureOfExperts(nnx.Module):
     def _dense(self, flat: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """All experts, and a shared one as one more, as a single wide feed-forward layer."""
         cfg = self.cfg
-        has_shared = cfg.shared_expert_intermediate_size > 0
         routed, width = self.down.shape[1:]
         per_expert = jnp.sum(
             _one_hot(chosen, cfg.num_experts) * weights[..., None], axis=1
@@ -142,7 +149,7 @@ class MixtureOfExperts(nnx.Module):
         )
         split = cfg.num_experts * routed
         down = self.down[...].reshape(split, width)
-        if has_shared:
+        if self._has_shared:
             shared = jax.nn.sigmoid(linear(flat, self.shared_router[...]))
             gate = jnp.concatenate([gate, self.shared_gate[...]], axis=1)
             up = jnp.concatenate([up, self.shared_up[...]], axis=1)
@@ -150,7 +157,7 @@ class MixtureOfExperts(nnx.Module):
         inner = jax.nn.silu(linear(flat, gate)) * linear(flat, up)
         scaled = inner[:, :split].reshape(-1, cfg.num_experts, routed) * per_expert[..., None]
         scaled = scaled.reshape(-1, split)
-        if has_shared:
+        if self._has_shared:
             scaled = jnp.concatenate([scaled, inner[:, split:] * shared], axis=1)
         return linear(scaled, down)
 
@@ -190,11 +197,18 @@ class MixtureOfExperts(nnx.Module):
         order = jnp.argsort(expert, stable=True)
         sizes = jnp.bincount(expert, length=own + 1)[:own]
         gathered = flat[order // k]
-        both = grouped_matmul(gathered, self.gate_up[...].astype(flat.dtype), sizes)
-        gate, up = jnp.split(both, 2, axis=-1)
-        out = grouped_matmul(jax.nn.silu(gate) * up, self.down[...].astype(flat.dtype), sizes)
+        gate, up = jnp.split(_grouped(gathered, self.gate_up[...], sizes), 2, axis=-1)
+        out = _grouped(jax.nn.silu(gate) * up, self.down[...], sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         return jnp.einsum("nkd,nk->nd", out.reshape(tokens, k, -1), weights.astype(flat.dtype))
+
+
+def _grouped(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` in the type of `x`, low-rank updates included."""
+    if isinstance(kernel, Adapted):
+        low = _grouped(x, kernel.a, sizes)
+        return _grouped(x, kernel.base, sizes) + _grouped(low, kernel.b, sizes)
+    return grouped_matmul(x, kernel.astype(x.dtype), sizes)
 
 
 def _one_hot(chosen: jax.Array, experts: int) -> jax.Array:
