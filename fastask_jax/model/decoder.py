@@ -126,7 +126,8 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, share: int | None = None) -> jax.Array:
         """`tokens [B, T]` -> `[B, T, D]`, or this device's `share` of the tokens on a mesh."""
         table: Any = self._gather(self.embedding[...], self.embedding)
-        return look_up(table.astype(self.cfg.dtype), tokens, tokens.shape[1] if share is None else share)
+        own = tokens.shape[1] if share is None else share
+        return look_up(table.astype(self.cfg.dtype), tokens, own)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         cfg = self.cfg

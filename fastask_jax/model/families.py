@@ -138,6 +138,11 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     """
     kind = family_of(cfg)
     family = FAMILIES[kind]
+    if kind == "llama" and cfg.hidden_size % cfg.heads:
+        raise ValueError(
+            f"transformers wants hidden_size ({cfg.hidden_size}) of a llama to be a multiple of "
+            f"num_attention_heads ({cfg.heads})"
+        )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
     if cfg.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(cfg.rope_scaling)}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from fastask_jax.model import ModelConfig, forward, unembedding
+from fastask_jax.model import ModelConfig, forward, init_params, unembedding
+from fastask_jax.model.tensors import tensor_table
 from kernels.linear_logprob import linear_logprob
 
 # Most of a test's time is compilation; these programs run once or twice.
@@ -20,6 +21,12 @@ QUICK = {"xla_backend_optimization_level": 0}
 def quick_jit():
     """`jax.jit` that compiles fast and runs slowly."""
     return functools.partial(jax.jit, compiler_options=QUICK)
+
+
+@pytest.fixture(scope="session")
+def quick_init(quick_jit):
+    """`init_params`, compiled fast."""
+    return quick_jit(init_params, static_argnums=0)
 
 
 @pytest.fixture(scope="session")
@@ -49,34 +56,77 @@ def small():
     )
 
 
-def _run(cfg, params, tokens):
+def _run(cfg, params, tokens, valid):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = forward(cfg, params, tokens, positions, jnp.ones(tokens.shape, jnp.int32))
+    hidden, _ = forward(cfg, params, tokens, positions, valid.astype(jnp.int32))
     return hidden @ unembedding(params), hidden
 
 
-def _loss(cfg, params, tokens):
-    logits, hidden = _run(cfg, params, tokens)
+def _loss(cfg, params, tokens, valid):
+    logits, hidden = _run(cfg, params, tokens, valid)
     logprob, _, _ = linear_logprob(hidden[:, :-1], unembedding(params), tokens[:, 1:])
-    return -jnp.mean(logprob), logits
+    counted = valid[:, 1:].astype(jnp.float32)
+    return -jnp.sum(logprob * counted) / jnp.maximum(jnp.sum(counted), 1.0), logits
+
+
+def _padded(tokens, length):
+    """Rows of `length` tokens, and which of those are real."""
+    pad = (length or tokens.shape[1]) - tokens.shape[1]
+    valid = np.ones_like(tokens, bool)
+    return tuple(jnp.asarray(np.pad(x, ((0, 0), (0, pad)))) for x in (tokens, valid))
 
 
 @pytest.fixture(scope="session")
 def logits_of(quick_jit):
     """`(cfg, params, tokens) -> logits` of unpacked rows."""
     compiled = quick_jit(lambda *a: _run(*a)[0], static_argnums=0)
-    return lambda cfg, params, tokens: np.asarray(compiled(cfg, params, jnp.asarray(tokens)))
+    return lambda cfg, params, tokens: np.asarray(compiled(cfg, params, *_padded(tokens, None)))
 
 
 @pytest.fixture(scope="session")
 def logits_and_gradients(quick_jit):
-    """`(cfg, params, tokens) -> (logits, gradients of the mean next-token loss)`."""
+    """`(cfg, params, tokens, pad_to=None) -> (logits, gradients of the mean next-token loss)`.
+
+    Calls that pad to the same length share one program.
+    """
     compiled = quick_jit(
         lambda *a: jax.value_and_grad(_loss, 1, has_aux=True)(*a), static_argnums=0
     )
 
-    def run(cfg, params, tokens):
-        (_, logits), grads = compiled(cfg, params, jnp.asarray(tokens))
-        return np.asarray(logits), grads
+    def run(cfg, params, tokens, pad_to=None):
+        (_, logits), grads = compiled(cfg, params, *_padded(tokens, pad_to))
+        return np.asarray(logits)[:, : tokens.shape[1]], grads
 
     return run
+
+
+def _leaf(tree, path):
+    return functools.reduce(lambda node, name: node[name], path, tree)
+
+
+@pytest.fixture(scope="session")
+def module_tensors():
+    """`(cfg, params) -> tensors` named as the parameters of the modules of `transformers`."""
+
+    def get(cfg, params):
+        tensors = {}
+        for path, index, name, out, _ in tensor_table(cfg, separate_experts=False):
+            leaf = np.asarray(_leaf(params, path))
+            tensors[name] = out(leaf if index is None else leaf[index])
+        return tensors
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def params_of():
+    """`(cfg, tensors) -> params`, the opposite of `module_tensors`."""
+
+    def get(cfg, tensors):
+        abstract = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+        params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, np.float32), abstract)
+        for path, index, name, _, into in tensor_table(cfg, separate_experts=False):
+            _leaf(params, path)[... if index is None else index] = into(tensors[name])
+        return jax.tree.map(jnp.asarray, params)
+
+    return get

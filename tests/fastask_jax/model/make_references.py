@@ -12,30 +12,43 @@ from pathlib import Path
 
 import numpy as np
 
-from fastask_jax.model.config import DELTA, FULL, ModelConfig
+from fastask_jax.model.config import DELTA, DENSE, FULL, MOE, Llama3Rope, ModelConfig
 from fastask_jax.model.families import to_hf_config
 
 FILE = Path(__file__).with_name("references.npz")
 
-_SMALL = {
+SMALL = {
     "vocab_size": 61,
     "hidden_size": 32,
     "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 24,
     # Random weights make some outputs of the delta rule nearly zero, which the norm behind it
     # blows up, rounding errors (of torch too) included; a larger epsilon bounds that.
     "rms_norm_eps": 1e-3,
 }
+_DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+_MOE = {"moe_intermediate_size": 16}
+_SHARED = {"shared_expert_intermediate_size": 24}
+_PLAIN = {
+    **SMALL,
+    "mixers": (FULL,),
+    "attention_gate": False,
+    "zero_centered_norms": False,
+    "partial_rotary_factor": 1.0,
+    "intermediate_size": 40,
+}
+_DENSE_PLAIN = {**_PLAIN, "num_layers": 2, "feed_forwards": (DENSE,)}
+_MOE_PLAIN = {**_PLAIN, **_MOE, "shared_expert_intermediate_size": 0}
 
 CONFIGS = {
-    "tiny": ModelConfig(**_SMALL, scan_unroll=2),
+    # Qwen3.5-MoE
+    "tiny": ModelConfig(**SMALL, **_DELTA, **_MOE, **_SHARED, scan_unroll=2),
     "wide_pattern": ModelConfig(
-        **_SMALL,
-        num_layers=8,
-        mixers=(DELTA, DELTA, DELTA, FULL),
+        **SMALL,
+        **_DELTA,
+        **_MOE,
+        **_SHARED,
+        num_layers=6,
+        mixers=(DELTA, DELTA, FULL),
         heads=4,
         kv_heads=1,
         partial_rotary_factor=0.25,
@@ -46,16 +59,55 @@ CONFIGS = {
         moe_implementation="sorted",
         tie_word_embeddings=False,
     ),
-    "attention_only": ModelConfig(
-        **_SMALL,
-        num_layers=2,
-        mixers=(FULL,),
+    # Llama
+    "llama": ModelConfig(**_DENSE_PLAIN, qk_norm=False, heads=8, kv_heads=2),
+    "llama3_rope": ModelConfig(
+        **_DENSE_PLAIN,
+        qk_norm=False,
+        heads=2,
+        kv_heads=2,
+        rope_theta=500.0,
+        # With a head of 16 and this base, the three kinds of wavelength all occur.
+        rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64),
+        tie_word_embeddings=False,
+    ),
+    # Qwen3
+    "qwen3": ModelConfig(**_DENSE_PLAIN, heads=4, kv_heads=1, scan_unroll=2),
+    # Qwen3-MoE
+    "qwen3_moe": ModelConfig(
+        **_MOE_PLAIN,
+        num_layers=4,
+        feed_forwards=(DENSE, MOE),
         heads=6,
-        kv_heads=3,
-        partial_rotary_factor=1.0,
-        num_experts=12,
-        num_experts_per_tok=1,
-        delta_chunk=16,
+        kv_heads=2,
+        num_experts=5,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_moe_no_pattern": ModelConfig(
+        **_MOE_PLAIN,
+        num_layers=3,
+        feed_forwards=(MOE, MOE, DENSE),
+        heads=4,
+        kv_heads=4,
+        num_experts=40,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+    ),
+    # Qwen3.5 dense
+    "qwen3_5": ModelConfig(
+        **SMALL,
+        **_DELTA,
+        intermediate_size=40,
+        num_layers=3,
+        mixers=(DELTA, FULL, FULL),
+        feed_forwards=(DENSE,),
+        heads=6,
+        kv_heads=2,
+        partial_rotary_factor=0.25,
+        linear_num_key_heads=1,
+        linear_num_value_heads=3,
+        tie_word_embeddings=False,
     ),
 }
 
@@ -64,14 +116,18 @@ def generator(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def random_tensors(
+    cfg: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     """Hugging Face tensors of plausible sizes, each drawn from its own name."""
     tensors = {}
     for name, shape in shapes.items():
         random = generator(name)
         if name.endswith("A_log"):
             value = np.log(random.uniform(0.2, 4.0, shape))
-        elif name.endswith("linear_attn.norm.weight"):
+        elif name.endswith("norm.weight") and (
+            not cfg.zero_centered_norms or "linear_attn" in name
+        ):
             value = random.normal(1.0, 0.1, shape)
         elif len(shape) == 1:
             value = random.normal(0.0, 0.1, shape)
@@ -95,7 +151,7 @@ def torch_model(cfg: ModelConfig):
     config = to_hf_config(cfg)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     names = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    tensors = random_tensors(names)
+    tensors = random_tensors(cfg, names)
     model.load_state_dict({k: torch.from_numpy(v) for k, v in tensors.items()}, strict=False)
     return model.eval(), tensors
 

@@ -5,9 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax import numpy as jnp
 
-from fastask_jax.model import forward, init_params, load_balance_loss, unembedding
+from fastask_jax.model import ModelConfig, forward, init_params, load_balance_loss, unembedding
+from fastask_jax.model.config import DENSE, FULL, MOE
+from fastask_jax.model.moe import MixtureOfExperts
+from fastask_jax.model.parameters import Declare
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +101,28 @@ def test_other_segments_and_padding_have_no_influence(small, params, run, exampl
     [
         {"scan_unroll": 2},
         {"remat": "block"},
+        {"remat": "dots"},
         {"moe_implementation": "sorted"},
         {"delta_chunk": 32},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=str,
 )
 def test_equivalent_configs_agree(small, params, run, example, change):
     expected = run(small, params, *example)
     got = run(dataclasses.replace(small, **change), params, *example)
     close(got, expected)
+
+
+def test_remat_policies_recompute_more_or_less(small, params, example):
+    def products(remat):
+        cfg = dataclasses.replace(small, remat=remat)
+
+        def objective(params):
+            return jnp.vdot(forward(cfg, params, *example[:3])[0], example[3])
+
+        return str(jax.make_jaxpr(jax.grad(objective))(params)).count("dot_general")
+
+    assert products("none") < products("dots") < products("block")
 
 
 def test_bfloat16_activations_stay_near_float32(small, params, run, example, quick_jit):
@@ -161,3 +178,118 @@ def test_untied_head(small):
     assert unembedding(params) is params["head"]
     tied = init_params(small, jax.random.key(0))
     np.testing.assert_array_equal(unembedding(tied), tied["embedding"].T)
+
+
+@pytest.fixture(scope="module")
+def routed():
+    """Dense and routed feed-forwards in turn, behind plain attention."""
+    return ModelConfig(
+        vocab_size=53,
+        hidden_size=24,
+        head_dim=8,
+        mixers=(FULL,),
+        feed_forwards=(DENSE, MOE),
+        qk_norm=False,
+        attention_gate=False,
+        intermediate_size=32,
+        num_experts=6,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=0,
+    )
+
+
+def test_replayed_experts_are_used_and_weighed_by_the_router(
+    routed, example, quick_jit, quick_init
+):
+    params = quick_init(routed, jax.random.key(0))
+    tokens, _, ids, cotangent = example
+
+    def objective(params, expert_ids):
+        hidden, aux = forward(
+            routed, params, *example[:3], expert_ids=expert_ids, return_expert_ids=True
+        )
+        return jnp.vdot(hidden, cotangent), (hidden, aux)
+
+    compiled = quick_jit(jax.value_and_grad(objective, has_aux=True))
+    free = compiled(params, None)
+    chosen = free[0][1][1]["expert_ids"]
+    assert chosen.shape == (2, *tokens.shape, 2) and chosen.dtype == jnp.int32
+    close(compiled(params, chosen), free, 1e-6)
+    forced = (chosen + 1) % routed.num_experts
+    (_, (hidden, aux)), grads = compiled(params, forced)
+    np.testing.assert_array_equal(aux["expert_ids"], forced)
+    for layer in range(2):
+        counts = np.bincount(np.asarray(forced)[layer][ids > 0].reshape(-1), minlength=6)
+        np.testing.assert_array_equal(aux["expert_counts"][layer], counts)
+    assert not np.allclose(hidden, free[0][1][0], atol=1e-2)
+    assert float(jnp.linalg.norm(grads["blocks"]["layer_1"]["moe"]["router"])) > 1e-3
+
+
+def by_definition(moe, cfg, x, ids):
+    """The output of experts `ids [N, K]` for `x [N, D]`, token by token."""
+    leaf = {name: np.asarray(value[...], np.float64) for name, value in nnx.state(moe).items()}
+
+    def feed_forward(x, gate, up, down):
+        return (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
+
+    rows = []
+    for token, chosen in zip(x, ids, strict=True):
+        logits = token @ leaf["router"]
+        weights = (np.exp(logits) / np.exp(logits).sum())[chosen]
+        if cfg.norm_topk_prob:
+            weights /= weights.sum()
+        gate_up = [np.split(leaf["gate_up"][e], 2, axis=1) for e in chosen]
+        rows.append(
+            sum(
+                weight * feed_forward(token, *parts, leaf["down"][e])
+                for weight, parts, e in zip(weights, gate_up, chosen, strict=True)
+            )
+        )
+        if cfg.shared_expert_intermediate_size:
+            shared = (leaf[f"shared_{name}"] for name in ("gate", "up", "down"))
+            gate = 1 / (1 + np.exp(-token @ leaf["shared_router"]))
+            rows[-1] = rows[-1] + gate * feed_forward(token, *shared)
+    return np.asarray(rows)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "sorted"])
+@pytest.mark.parametrize("norm, shared, experts", [(True, 0, 6), (False, 8, 6), (True, 8, 40)])
+def test_experts_are_what_their_definition_says(routed, implementation, norm, shared, experts):
+    cfg = dataclasses.replace(
+        routed,
+        moe_implementation=implementation,
+        norm_topk_prob=norm,
+        shared_expert_intermediate_size=shared,
+        num_experts=experts,
+    )
+    moe = MixtureOfExperts(cfg, Declare(nnx.Rngs(params=0)))
+    random = np.random.default_rng(0)
+    x = random.normal(size=(1, 9, cfg.hidden_size)).astype(np.float32)
+    forced = random.permuted(np.tile(np.arange(experts), (1, 9, 1)), axis=-1)[..., :2]
+    out, load = moe(jnp.asarray(x), None, jnp.asarray(forced))
+    assert load == {}
+    np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], forced[0]), atol=1e-5)
+    # Without an order, those with the largest logits.
+    best = np.argsort(-x[0] @ np.asarray(moe.router[...]), axis=-1)[:, :2]
+    out, load = moe(jnp.asarray(x), return_chosen=True)
+    np.testing.assert_array_equal(load["expert_ids"][0], best)
+    np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], best), atol=1e-5)
+
+
+def test_a_model_without_experts_has_no_load(routed, example):
+    def run(cfg, *extra, **options):
+        return jax.eval_shape(
+            lambda: forward(
+                cfg, init_params(cfg, jax.random.key(0)), *example[:3], *extra, **options
+            )
+        )
+
+    cfg = dataclasses.replace(routed, feed_forwards=(DENSE,))
+    hidden, aux = run(cfg)
+    assert hidden.shape == (2, 96, 24) and aux.keys() == {"tokens"}
+    with pytest.raises(ValueError, match="no load to balance"):
+        load_balance_loss(cfg, aux)
+    with pytest.raises(ValueError, match="no expert ids"):
+        run(cfg, return_expert_ids=True)
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 96, 2\), expected \(2, 2, 96, 2\)"):
+        run(routed, jnp.zeros((1, 2, 96, 2), jnp.int32))
