@@ -12,7 +12,6 @@ from fastask_jax.model import (
     extend,
     forward,
     init_cache,
-    init_params,
     reset_slots,
 )
 
@@ -20,8 +19,8 @@ SLOTS, ROOM = 4, 40
 
 
 @pytest.fixture(scope="module")
-def params(small):
-    return init_params(small, jax.random.key(0))
+def params(small, quick_init):
+    return quick_init(small, jax.random.key(0))
 
 
 @pytest.fixture(scope="module", params=["stacked", "unrolled"])

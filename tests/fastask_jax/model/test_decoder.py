@@ -15,8 +15,8 @@ from fastask_jax.model.parameters import Declare
 
 
 @pytest.fixture(scope="module")
-def params(small):
-    return init_params(small, jax.random.key(0))
+def params(small, quick_init):
+    return quick_init(small, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +161,10 @@ def test_load_balance_of_even_and_of_collapsed_routing(small):
     np.testing.assert_allclose(load_balance_loss(small, collapsed), small.num_experts)
 
 
-def test_parameters_are_plain_and_seeded(small, params):
+def test_parameters_are_plain_and_seeded(small, params, quick_init):
     assert type(params) is dict and type(params["blocks"]["layer_0"]["mixer"]) is dict
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    again, other = (init_params(small, jax.random.key(seed)) for seed in (0, 1))
+    again, other = (quick_init(small, jax.random.key(seed)) for seed in (0, 1))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, again)))
     assert not np.array_equal(params["embedding"], other["embedding"])
     # Stacked copies of a layer differ from each other.
@@ -172,12 +172,10 @@ def test_parameters_are_plain_and_seeded(small, params):
     assert router.shape[0] == small.num_blocks and not np.array_equal(router[0], router[1])
 
 
-def test_untied_head(small):
-    untied = dataclasses.replace(small, tie_word_embeddings=False)
-    params = init_params(untied, jax.random.key(0))
-    assert unembedding(params) is params["head"]
-    tied = init_params(small, jax.random.key(0))
-    np.testing.assert_array_equal(unembedding(tied), tied["embedding"].T)
+def test_untied_head(small, params, quick_init):
+    untied = quick_init(dataclasses.replace(small, tie_word_embeddings=False), jax.random.key(0))
+    assert unembedding(untied) is untied["head"]
+    np.testing.assert_array_equal(unembedding(params), params["embedding"].T)
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +250,18 @@ def by_definition(moe, cfg, x, ids):
     return np.asarray(rows)
 
 
-@pytest.mark.parametrize("implementation", ["dense", "sorted"])
-@pytest.mark.parametrize("norm, shared, experts", [(True, 0, 6), (False, 8, 6), (True, 8, 40)])
-def test_experts_are_what_their_definition_says(routed, implementation, norm, shared, experts):
+@pytest.mark.parametrize(
+    "implementation, norm, shared, experts",
+    [
+        ("dense", True, 0, 6),
+        ("dense", False, 8, 40),
+        ("sorted", False, 0, 6),
+        ("sorted", True, 8, 40),
+    ],
+)
+def test_experts_are_what_their_definition_says(
+    routed, quick_jit, implementation, norm, shared, experts
+):
     cfg = dataclasses.replace(
         routed,
         moe_implementation=implementation,
@@ -266,12 +273,12 @@ def test_experts_are_what_their_definition_says(routed, implementation, norm, sh
     random = np.random.default_rng(0)
     x = random.normal(size=(1, 9, cfg.hidden_size)).astype(np.float32)
     forced = random.permuted(np.tile(np.arange(experts), (1, 9, 1)), axis=-1)[..., :2]
-    out, load = moe(jnp.asarray(x), None, jnp.asarray(forced))
+    out, load = quick_jit(lambda x, ids: moe(x, forced=ids))(x, forced)
     assert load == {}
     np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], forced[0]), atol=1e-5)
     # Without an order, those with the largest logits.
     best = np.argsort(-x[0] @ np.asarray(moe.router[...]), axis=-1)[:, :2]
-    out, load = moe(jnp.asarray(x), return_chosen=True)
+    out, load = quick_jit(lambda x: moe(x, return_chosen=True))(x)
     np.testing.assert_array_equal(load["expert_ids"][0], best)
     np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], best), atol=1e-5)
 
