@@ -189,6 +189,7 @@ def test_a_refused_resume_leaves_the_config_alone(finished):
         ("--model=huge", "qwen3.5-35b-a3b"),
         ("--rollout.temperature=0.5", "one distribution"),
         ("--objective.kl_coef=0.1", "reference policy"),
+        ("--distributed.process-id=0", "give all three or none"),
     ],
 )
 def test_bad_fields_are_one_line_and_exit_2(flag, said):

@@ -86,7 +86,7 @@ def start(code, run_dir, count=2, devices=2):
     ]
 
 
-def finish(processes, timeout=240):
+def finish(processes, timeout=400):
     """What each of them printed; they must all end well."""
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
