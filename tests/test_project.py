@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 CI = (ROOT / ".ci/run").read_text("utf-8")
 TEST_COMMAND = (
-    "python3.11 -m venv .venv && . .venv/bin/activate && pip install '.[test]' && python -m pytest"
+    "python3.11 -m venv .venv && . .venv/bin/activate && pip install '.[test]' && "
+    "python -m pytest -n 2 --dist loadfile"
 )
 
 
@@ -49,7 +50,8 @@ def test_ci_calls_exactly_the_readmes_test_command_last() -> None:
     lines = [x for x in CI.splitlines() if x.strip() and not x.lstrip().startswith("#")]
     assert lines[-1] == first_screen_commands()[1]
     assert "set -euo pipefail" in CI
-    order = ["torch==2.13.0", "'.[test,parity]'", "ruff check", "mypy", "lint-imports", "'.[test]'"]
+    order = ["torch==2.13.0", "'.[test,parity,aot]'", "ruff check", "mypy", "lint-imports"]
+    order.append("'.[test]'")
     found = [CI.index(x) for x in order]
     assert found == sorted(found)
     assert (ROOT / ".ci/run").stat().st_mode & 0o111

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -121,6 +122,8 @@ def put(tree: Any, shardings: Any) -> Any:
 
     def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         spans = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        if isinstance(leaf, np.ndarray):
+            leaf = leaf.copy()  # a device of the host would go on using the caller's memory
         if sharding.is_fully_addressable or spans:
             return jax.device_put(leaf, sharding, may_alias=False)
         host = jax.device_get(leaf)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fastask_jax.model import cache as decoding
 from fastask_jax.model import decoder
 from fastask_jax.model.config import DELTA, ModelConfig
+from fastask_jax.model.layers import Adapted, split_axes
 from fastask_jax.model.mesh import ROW_AXES, RULES, AnyMesh, row_devices, token_axis
 
 # With more tensor shards than key/value heads, every shard keeps all of them.
@@ -95,6 +96,25 @@ def param_specs(
     )
 
 
+def specs_like(cfg: ModelConfig, params: decoder.Params, mesh: AnyMesh) -> dict[str, Any]:
+    """`param_specs` for parameters of which some may be `Adapted`."""
+
+    def spec(declared: _Declaration, leaf: Any) -> Any:
+        axes = declared.axes
+        if not isinstance(leaf, Adapted):
+            return partition_spec(axes, declared.shape, mesh.shape)
+        batch, inputs = split_axes(axes)
+        stop = batch + inputs
+        a_axes, b_axes = (*axes[:stop], None), (*axes[:batch], None, *axes[stop:])
+        parts: Any = (
+            partition_spec(names, part.shape, mesh.shape)
+            for names, part in ((axes, leaf.base), (a_axes, leaf.a), (b_axes, leaf.b))
+        )
+        return Adapted(*parts)
+
+    return jax.tree.map(spec, _declared(cfg), params, is_leaf=_is_declaration)
+
+
 def param_shardings(
     cfg: ModelConfig, mesh: AnyMesh, rules: Mapping[str, str | None] = RULES
 ) -> dict[str, Any]:
@@ -140,7 +160,11 @@ def forward(
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(param_specs(cfg, mesh), rows, rows, rows, None if expert_ids is None else ids),
+        in_specs=(
+            specs_like(cfg, params, mesh),
+            *(rows, rows, rows),
+            None if expert_ids is None else ids,
+        ),
         out_specs=(hidden, sums),
         check_vma=False,
     )(params, tokens, positions, segment_ids, expert_ids)
@@ -228,7 +252,7 @@ def extend(
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(param_specs(cfg, mesh), specs, rows, rows),
+        in_specs=(specs_like(cfg, params, mesh), specs, rows, rows),
         out_specs=(rows, specs),
         check_vma=False,
     )(params, cache, tokens, counts)

@@ -26,7 +26,10 @@ _BLOCK_ELEMENTS = 1 << 26
 
 def _block(tokens: int, vocab: int) -> int:
     """Tokens per block: a multiple of 8, and little padding in the last block."""
-    elements = _BLOCK_ELEMENTS_CPU if jax.default_backend() == "cpu" else _BLOCK_ELEMENTS
+    # A mesh may be of devices that aren't here: programs are compiled ahead of time.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    elements = _BLOCK_ELEMENTS_CPU if platform == "cpu" else _BLOCK_ELEMENTS
     blocks = -(-tokens // max(8, elements // vocab))
     return -(-tokens // blocks // 8) * 8
 

@@ -117,5 +117,5 @@ def test_bad_arguments_are_refused():
         attention(q[:, :, :3], k, v, ids)
     with pytest.raises(ValueError, match="segment_ids must be"):
         attention(q, k, v, ids[:, :4])
-    with pytest.raises(ValueError, match="unknown implementation 'splash'"):
-        attention(q, k, v, ids, implementation="splash")
+    with pytest.raises(ValueError, match="unknown implementation 'paged'"):
+        attention(q, k, v, ids, implementation="paged")

@@ -6,17 +6,21 @@ Process 0 writes the parameters and metrics after two steps to FILE (npz).
 """
 
 import sys
+from dataclasses import replace
 
 import conftest as toy
 import jax
 import numpy as np
-from mesh_steps import CONFIG, OPTIMIZER
+from mesh_steps import CONFIG as HYBRID
+from mesh_steps import OPTIMIZER
 
 from fastask_jax.distributed import host_copy
 from fastask_jax.learn import Objective, PackConfig, make_train_step, pack
 from fastask_jax.learn import results as floats
 from fastask_jax.learn.score import make_scorer
 from fastask_jax.model import init_params, make_mesh
+
+CONFIG = replace(HYBRID, mixers=("full_attention",), num_layers=1)
 
 
 def main(process, count, port, file):
