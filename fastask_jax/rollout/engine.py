@@ -383,7 +383,7 @@ def _decode(
 ) -> tuple[Cache, tuple[Array, Array, Array, Array]]:
     """Tokens and logprobs [steps, rows], how many of them count per row, and steps run."""
     rows = pending.shape[0]
-    head = unembedding(params)
+    head = unembedding(params).astype(model.dtype)  # as the learner scores
 
     def running(state: tuple) -> Array:
         step, _, _, active, *_ = state

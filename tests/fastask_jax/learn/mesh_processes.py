@@ -21,6 +21,7 @@ from fastask_jax.learn.score import make_scorer
 from fastask_jax.model import init_params, make_mesh
 
 CONFIG = replace(HYBRID, mixers=("full_attention",), num_layers=1)
+SMALLER_STEPS = replace(OPTIMIZER, learning_rate=10.0)
 
 
 def main(process, count, port, file):
@@ -33,7 +34,7 @@ def main(process, count, port, file):
     packed = pack(items, PackConfig((32,), micro_batch_rows=4, min_rows=8))
     # With two processes, `fsdp` lies between them and `tensor` within each.
     mesh = make_mesh(1, 2, 1, 2)
-    step = make_train_step(CONFIG, Objective(), OPTIMIZER, micro_batch_rows=4, mesh=mesh)
+    step = make_train_step(CONFIG, Objective(), SMALLER_STEPS, micro_batch_rows=4, mesh=mesh)
     state = step.init(params)
     for _ in range(2):
         state, metrics = step(state, packed)
