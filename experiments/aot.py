@@ -14,6 +14,7 @@ the compiler's own counts).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -84,12 +85,8 @@ def topology_devices(name: str) -> list[jax.Device]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    try:
-        import libtpu  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:
-        raise NoCompiler(
-            "the TPU compiler isn't installed: pip install 'fastask-jax[aot]'"
-        ) from None
+    if importlib.util.find_spec("libtpu") is None:
+        raise NoCompiler("the TPU compiler isn't installed: pip install 'fastask-jax[aot]'")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # the plugin raises its own types
