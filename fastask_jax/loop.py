@@ -39,6 +39,7 @@ from fastask_jax.learn import (
     results,
 )
 from fastask_jax.learn.checkpoint import Checkpointer
+from fastask_jax.model.lora import fingerprint
 from fastask_jax.report import metrics as names
 from fastask_jax.report.jsonl import plain
 from fastask_jax.report.metrics import MetricsWriter, eval_values
@@ -114,6 +115,7 @@ class Trainer:
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
     _checkpoints: Checkpointer = field(init=False)
+    _base: dict[str, Any] = field(init=False)
     _channel: Channel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +123,10 @@ class Trainer:
         keep = (self.config.keep_last, self.config.keep_every)
         self._checkpoints = Checkpointer(self.run_dir, *keep)
         self._channel = Channel("loop")
+        self._base = {}
+        if self.step_fn.lora is not None:
+            weights = int(fingerprint(self.step_fn.frozen))
+            self._base = {"lora.alpha": self.step_fn.lora.alpha, "fingerprint of weights": weights}
 
     @property
     def objective(self) -> Objective:
@@ -188,14 +194,15 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         """What decides which tasks a run sees and what it samples; the same for its whole life.
 
-        The optimizer is no part of it: a run that diverged goes on with a lower rate.
+        The optimizer is no part of it: a run that diverged goes on with a lower rate.  With LoRA
+        the weights that aren't trained are, as no checkpoint holds them.
         """
         names = ("seed", "batch_size", "group_size", "refill_rounds", "eval_tasks")
         found = {f"loop.{name}": getattr(self.config, name) for name in names}
         stream = getattr(self.stream, "config", None)
         if stream is not None:
             found |= {f"tasks.{name}": value for name, value in plain(stream).items()}
-        return found
+        return found | self._base
 
     def _check_resumable(self, done: int, saved: Record) -> None:
         if done > self.config.steps:
@@ -271,7 +278,7 @@ class Trainer:
         """
         copies = self.config.group_size
         wanted = self.config.batch_size // copies
-        params = local_copy(state.params)
+        params = local_copy(self.step_fn.policy(state))
         kept: list[Trajectory] = []
         spare: list[Trajectory] = []
         for attempt in range(self.config.refill_rounds + 1):
@@ -296,7 +303,7 @@ class Trainer:
     def _evaluate(self, state: TrainState, step: int, progress: Progress | Quiet) -> dict[str, Any]:
         if not self.eval_tasks:
             return {}
-        params = local_copy(state.params)
+        params = local_copy(self.step_fn.policy(state))
         records = self.actor.evaluate(params, int(state.version), self.eval_tasks)
         if is_main():
             write_records(self.run_dir, f"step_{step:05d}", records)

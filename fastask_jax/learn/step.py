@@ -5,6 +5,9 @@ computes the global denominators, accumulates gradients in float32 over the micr
 hold tokens, clips by the global norm and applies AdamW.  Weights are float32 whatever type the
 model computes in; each optimizer moment lies where its weight does.
 
+With LoRA the state's parameters are the adapters alone, optimizer state included.  The frozen
+weights belong to the step: they are an argument of the program that no update returns.
+
 Left out: which batches to train on and when (the loop), and how a loss is made (`objective.py`).
 """
 
@@ -24,8 +27,9 @@ from fastask_jax.learn.metrics import Metric, Metrics, Sum, empty_like, merge
 from fastask_jax.learn.objective import Objective, objective_sum, reduction_weights
 from fastask_jax.learn.packing import Batch, Packed, micro_batches
 from fastask_jax.learn.score import Params, ScoreFn, score_fn
+from fastask_jax.model.lora import LoraConfig, adapter_specs, attach
 from fastask_jax.model.mesh import make_mesh, put, row_spec
-from fastask_jax.model.sharding import check_rows
+from fastask_jax.model.sharding import check_rows, param_shardings
 from fastask_jax.model.sharding import param_specs as specs_of
 
 
@@ -97,8 +101,8 @@ def _is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
 )
 @dataclass(frozen=True)
 class TrainState:
-    """What training changes: weights, optimizer state, updates done (int32), policy version
-    (int32; the number that sampled tokens record)."""
+    """What training changes: weights (with LoRA, adapters), optimizer state, updates done (int32),
+    policy version (int32; the number that sampled tokens record)."""
 
     params: Params
     opt_state: Any
@@ -121,8 +125,17 @@ class TrainStep:
     micro_batch_rows: int
     mesh: Mesh
     param_specs: Any  # the parameters' tree, or the upper part of it, with PartitionSpecs
+    lora: LoraConfig | None = None
+    frozen: Any = None  # with LoRA, the weights that the adapters stand on
     traces: int = 0  # how often the update was traced, hence compiled
     _jitted: Any = field(default=None, repr=False)
+
+    def policy(self, state: TrainState) -> Params:
+        """The weights that act, for the engine or the scorer; shares the state's arrays."""
+        return self._joined(state.params, self.frozen)
+
+    def _joined(self, params: Params, frozen: Params) -> Params:
+        return params if self.lora is None else attach(self.lora, frozen, params)
 
     def init(self, params: Params) -> TrainState:
         """A fresh state on the mesh.  `params` are copied, so the caller may keep them; every
@@ -198,8 +211,9 @@ class TrainStep:
         micro = put(micro_batches(flat, self.micro_batch_rows), self._micro_sharding)
         objective = objective or self.objective
         return self._compiled(state)(
-            self.place(state), micro, objective, optimizer or self.optimizer, terms=objective.terms
-        )
+            self.place(state), self.frozen, micro, objective, optimizer or self.optimizer,
+            terms=objective.terms,
+        )  # fmt: skip
 
     def lower(self, state: TrainState, rows: int, length: int) -> jax.stages.Lowered:
         """The update for batches of this shape, not compiled yet; `state` may be abstract."""
@@ -217,7 +231,7 @@ class TrainStep:
             ),
         )
         return self._compiled(state).lower(
-            state, micro, self.objective, self.optimizer, terms=self.objective.terms
+            state, self.frozen, micro, self.objective, self.optimizer, terms=self.objective.terms
         )
 
     @property
@@ -237,7 +251,13 @@ class TrainStep:
         return self._jitted
 
     def gradient(
-        self, params: Params, version: Array, micro: Batch, objective: Objective, terms: frozenset
+        self,
+        params: Params,
+        frozen: Params,
+        version: Array,
+        micro: Batch,
+        objective: Objective,
+        terms: frozenset,
     ) -> tuple[Params, Metrics]:
         """Gradient of the whole batch's objective, [micro-batches, rows, length] -> like params."""
         _, denominators = reduction_weights(objective, micro.mask, micro.segment_ids)
@@ -245,7 +265,7 @@ class TrainStep:
 
         def part(params: Params, batch: Batch) -> tuple[Array, Metrics]:
             scores = self.scores(
-                params,
+                self._joined(params, frozen),
                 batch.tokens,
                 batch.positions,
                 batch.segment_ids,
@@ -279,13 +299,16 @@ class TrainStep:
     def _update(
         self,
         state: TrainState,
+        frozen: Params,
         micro: Batch,
         objective: Objective,
         optimizer: OptimizerConfig,
         terms: frozenset,
     ) -> tuple[TrainState, Metrics]:
         self.traces += 1
-        grads, metrics = self.gradient(state.params, state.version, micro, objective, terms)
+        grads, metrics = self.gradient(
+            state.params, frozen, state.version, micro, objective, terms
+        )
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         updates, opt_state = optimizer.transformation(state.step).update(
@@ -317,6 +340,8 @@ def make_train_step(
     micro_batch_rows: int = 8,
     mesh: Mesh | None = None,
     param_specs: Any = None,
+    lora: LoraConfig | None = None,
+    frozen: Params | None = None,
 ) -> TrainStep:
     """The train step of a ModelConfig (or of a ScoreFn, for other models).
 
@@ -324,16 +349,29 @@ def make_train_step(
     mesh: defaults to one device.
     param_specs: for a ScoreFn, whose parameters have no logical axes: how they are partitioned, a
         tree of PartitionSpecs like them or one for all (`PartitionSpec()` copies them).
+    lora: trains adapters on the weights `frozen` instead of all weights; rank 0 is none.  The
+        weights stay in their type and, where they lie on the mesh already, in their memory; shapes
+        with shardings will do for `lower`.
 
-    Raises ValueError when the rows don't divide over the mesh, when a parameter doesn't, or when
-    a ScoreFn comes without `param_specs` on a mesh of several devices.
+    Raises ValueError when the rows don't divide over the mesh, when a parameter doesn't, when a
+    ScoreFn comes without `param_specs` on a mesh of several devices, or when one of `lora` and
+    `frozen` comes without the other.
     """
     mesh = mesh or make_mesh()
     check_rows(micro_batch_rows, mesh)
+    lora = lora if lora is not None and lora.rank else None
+    if (lora is None) != (frozen is None):
+        raise ValueError("lora (of rank 1 or more) and the frozen weights come together")
     if not callable(model):
         if param_specs is not None:
             raise ValueError("param_specs is for a ScoreFn; a ModelConfig's logical axes decide")
-        param_specs = specs_of(model, mesh)
+        if lora is None:
+            param_specs = specs_of(model, mesh)
+        else:
+            param_specs = adapter_specs(model, lora, mesh)
+            frozen = jax.tree.map(_placed, frozen, param_shardings(model, mesh))
+    elif lora is not None:
+        raise ValueError("lora is for a ModelConfig; a ScoreFn's linear maps aren't known")
     elif param_specs is None:
         if mesh.size > 1:
             raise ValueError(
@@ -342,5 +380,14 @@ def make_train_step(
             )
         param_specs = PartitionSpec()
     return TrainStep(
-        score_fn(model, mesh), objective, optimizer, micro_batch_rows, mesh, param_specs
-    )
+        score_fn(model, mesh), objective, optimizer, micro_batch_rows, mesh, param_specs, lora,
+        frozen,
+    )  # fmt: skip
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> Any:
+    """The array (or shape) where the mesh wants it, without a copy if it is there."""
+    there = getattr(leaf, "sharding", None)
+    if there is not None and there.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    return put(leaf, sharding)

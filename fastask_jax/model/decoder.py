@@ -15,7 +15,7 @@ from flax import nnx
 from jax import numpy as jnp
 
 from fastask_jax.model.config import FULL, MOE, ModelConfig
-from fastask_jax.model.layers import Adapted, Kernel, rms_norm, rotary_table, split_axes
+from fastask_jax.model.layers import Adapted, Kernel, low_rank_axes, rms_norm, rotary_table
 from fastask_jax.model.mesh import (
     gather_weights,
     look_up,
@@ -154,9 +154,7 @@ class Decoder(nnx.Module):
         axes = declared.logical_axes[-leaf.ndim :] if leaf.ndim else ()
         dtype = jnp.float32 if declared.wide else self.cfg.dtype
         if isinstance(leaf, Adapted):
-            batch, inputs = split_axes(axes)
-            stop = batch + inputs
-            a_axes, b_axes = (*axes[:stop], None), (*axes[:batch], None, *axes[stop:])
+            a_axes, b_axes = low_rank_axes(axes)
             return Adapted(
                 gather_weights(leaf.base, axes, declared.blocks, dtype),
                 gather_weights(leaf.a, a_axes, (), dtype),

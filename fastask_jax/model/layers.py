@@ -82,6 +82,15 @@ def split_axes(axes: Sequence[str | None]) -> tuple[int, int]:
     return batch, 1 if axes[batch] == "embed" else len(axes) - batch - 1
 
 
+def low_rank_axes(
+    axes: Sequence[str | None],
+) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+    """Logical axes of the a and b of `Adapted`, from those of its base; the rank has none."""
+    batch, inputs = split_axes(axes)
+    stop = batch + inputs
+    return (*axes[:stop], None), (*axes[:batch], None, *axes[stop:])
+
+
 def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
     """`x [..., D] @ kernel [D, F]` in the type of `x`."""
     if isinstance(kernel, Adapted):

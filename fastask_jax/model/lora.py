@@ -6,7 +6,8 @@
 
 The product is never merged while training: in bfloat16 a small update would be rounded away.  A
 leaf that is adapted is an `Adapted` wherever a kernel is expected, so the packed pass, the cached
-pass and every mesh are the model's own code.  `merge_adapters` makes plain weights for export.
+pass and every mesh are the model's own code.  `merge_adapters` makes plain weights for export,
+`peft.py` writes the adapters alone.
 
 Left out: adapters on embeddings, norms, convolutions and routers.
 """
@@ -25,7 +26,9 @@ from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.decoder import Params, abstract_decoder
-from fastask_jax.model.layers import Adapted, split_axes
+from fastask_jax.model.layers import Adapted, low_rank_axes, split_axes
+from fastask_jax.model.mesh import AnyMesh
+from fastask_jax.model.sharding import partition_spec
 
 # The linear maps that an adapter may stand on, by their names within a layer.
 ATTENTION = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj")
@@ -103,10 +106,19 @@ def adapter_axes(cfg: ModelConfig, lora: LoraConfig) -> Params:
     """The tree of adapters with a tuple of logical axes in place of each array."""
     flat = {}
     for kernel in _maps(cfg, lora):
-        stop = kernel.batch + kernel.inputs
-        flat[*kernel.path, "a"] = (*kernel.axes[:stop], None)
-        flat[*kernel.path, "b"] = (*kernel.axes[: kernel.batch], None, *kernel.axes[stop:])
+        flat[*kernel.path, "a"], flat[*kernel.path, "b"] = low_rank_axes(kernel.axes)
     return _nested(flat)
+
+
+def adapter_specs(cfg: ModelConfig, lora: LoraConfig, mesh: AnyMesh) -> Params:
+    """The tree of adapters with a `PartitionSpec` in place of each array: along inputs and outputs
+    they lie as the map does that they stand on, the rank is never split."""
+    shapes = jax.eval_shape(partial(init_adapters, cfg, lora), jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf, axes: partition_spec(axes, leaf.shape, mesh.shape),
+        shapes,
+        adapter_axes(cfg, lora),
+    )
 
 
 def init_adapters(cfg: ModelConfig, lora: LoraConfig, key: jax.Array) -> Params:
@@ -140,6 +152,19 @@ def attach(lora: LoraConfig, weights: Any, adapters: Params) -> Any:
     }
 
 
+@jax.jit
+def fingerprint(weights: Params) -> jax.Array:
+    """A number, uint32, that tells weights apart: the sum of their bits, whatever the mesh."""
+
+    def bits(leaf: jax.Array) -> jax.Array:
+        unsigned = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        return jnp.sum(jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32))
+
+    # Weighted by place, so that two matrices that change places are noticed.
+    sums = [bits(leaf) for leaf in jax.tree.leaves(weights)]
+    return sum(((2 * i + 1) * part for i, part in enumerate(sums)), jnp.uint32(0))
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def merge_adapters(
     cfg: ModelConfig, lora: LoraConfig, weights: Params, adapters: Params
@@ -162,7 +187,9 @@ __all__ = [
     "Adapted",
     "LoraConfig",
     "adapter_axes",
+    "adapter_specs",
     "attach",
+    "fingerprint",
     "init_adapters",
     "merge_adapters",
 ]

@@ -161,17 +161,18 @@ def write_safetensors(
     directory: Path,
     plan: Sequence[Planned],
     arrays: Iterable[np.ndarray],
-    max_shard_bytes: int,
+    max_shard_bytes: int | None = None,
     metadata: dict[str, str] | None = None,
+    file: str = WEIGHTS_FILE,
 ) -> None:
     """Writes the planned tensors; `arrays` gives them in the same order, in any float type.
 
-    One file where they fit into `max_shard_bytes`, else shards of at most that size (more only
-    for a single tensor that is larger) and their index.  One tensor is held at a time.
+    One file, `file`, where they fit into `max_shard_bytes`, else shards of at most that size
+    (more only for a single tensor that is larger) and their index.  One tensor is held at a time.
     """
     shards = list(_shards(plan, max_shard_bytes))
     if len(shards) == 1:
-        files = [WEIGHTS_FILE]
+        files = [file]
     else:
         files = [
             f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
@@ -179,25 +180,25 @@ def write_safetensors(
         index = {
             "metadata": {"total_size": sum(planned.nbytes for planned in plan)},
             "weight_map": {
-                planned.name: file
-                for file, shard in zip(files, shards, strict=True)
+                planned.name: name
+                for name, shard in zip(files, shards, strict=True)
                 for planned in shard
             },
         }
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     arrays = iter(arrays)
-    for file, shard in zip(files, shards, strict=True):
-        with open(directory / file, "wb") as stream:
+    for name, shard in zip(files, shards, strict=True):
+        with open(directory / name, "wb") as stream:
             stream.write(_header(shard, metadata or {}))
             for planned in shard:
                 stream.write(_contiguous(planned, next(arrays)))
 
 
-def _shards(plan: Sequence[Planned], limit: int) -> Iterator[list[Planned]]:
+def _shards(plan: Sequence[Planned], limit: int | None) -> Iterator[list[Planned]]:
     shard: list[Planned] = []
     size = 0
     for planned in plan:
-        if shard and size + planned.nbytes > limit:
+        if limit is not None and shard and size + planned.nbytes > limit:
             yield shard
             shard, size = [], 0
         shard.append(planned)

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fastask_jax.model import cache as decoding
 from fastask_jax.model import decoder
 from fastask_jax.model.config import DELTA, ModelConfig
-from fastask_jax.model.layers import Adapted, split_axes
+from fastask_jax.model.layers import Adapted, low_rank_axes
 from fastask_jax.model.mesh import ROW_AXES, RULES, AnyMesh, row_devices, token_axis
 
 # With more tensor shards than key/value heads, every shard keeps all of them.
@@ -103,9 +103,7 @@ def specs_like(cfg: ModelConfig, params: decoder.Params, mesh: AnyMesh) -> dict[
         axes = declared.axes
         if not isinstance(leaf, Adapted):
             return partition_spec(axes, declared.shape, mesh.shape)
-        batch, inputs = split_axes(axes)
-        stop = batch + inputs
-        a_axes, b_axes = (*axes[:stop], None), (*axes[:batch], None, *axes[stop:])
+        a_axes, b_axes = low_rank_axes(axes)
         parts: Any = (
             partition_spec(names, part.shape, mesh.shape)
             for names, part in ((axes, leaf.base), (a_axes, leaf.a), (b_axes, leaf.b))

@@ -11,13 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+from jax import numpy as jnp
 
 from envs.pool import PoolConfig
 from experiments.config import to_json
 from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
-from fastask_jax.learn import PackConfig, make_train_step
+from fastask_jax.learn import PackConfig, TrainState, make_train_step
+from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.loop import LoopConfig, Trainer, gap_warning, record
+from fastask_jax.model import load_params
+from fastask_jax.model.lora import LoraConfig, init_adapters, merge_adapters
 from fastask_jax.report.metrics import read_metrics
 from fastask_jax.report.summary import read_summary
 from fastask_jax.report.traces import read_traces
@@ -109,6 +115,38 @@ def test_kill_9_and_resume_equals_an_uninterrupted_run(finished, tmp_path):
     _, error = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, error
     assert values(config.run_dir) == values(finished[0])
+
+
+@pytest.mark.slow
+def test_lora_trains_adapters_and_leaves_both_forms(tmp_path):
+    lora = LoraConfig(rank=2, alpha=64.0)
+    config = replace(small(tmp_path / "run", steps=2, eval_tasks=0), lora=lora)
+    train(config)
+    model, merged = load_params(config.run_dir / "policy")
+    _, base = load_params(config.source)
+    moved = jax.tree.map(lambda x, y: bool(np.any(x != y)), merged, base)
+    attention = moved["blocks"]["layer_1"]["mixer"]
+    assert all(attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert not (moved["embedding"] or moved["final_norm"] or attention["q_norm"])
+    assert not any(moved["blocks"]["layer_0"]["moe"][name] for name in ("gate_up", "router"))
+    assert (config.run_dir / "adapter" / "adapter_model.safetensors").exists()
+    state = Checkpointer(config.run_dir).restore(
+        TrainState(
+            params=init_adapters(model, lora, jax.random.key(0)),
+            opt_state=config.optimizer.transformation().init(
+                init_adapters(model, lora, jax.random.key(0))
+            ),
+            step=jnp.int32(0),
+            version=jnp.int32(0),
+        )
+    ).state
+    again = merge_adapters(model, lora, base, state.params)
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+    # The weights under the adapters are in no checkpoint, so a resumed run checks that it has
+    # the same.
+    for change in ({"lora": replace(lora, alpha=8.0)}, {"weights": config.run_dir / "policy"}):
+        with pytest.raises(ValueError, match="was begun with (lora.alpha|fingerprint of weights)"):
+            train(replace(config, resume=True, **change))
 
 
 @pytest.mark.slow

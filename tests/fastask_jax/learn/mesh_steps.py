@@ -29,6 +29,7 @@ from fastask_jax.model import (
     moe,
     param_shardings,
 )
+from fastask_jax.model.lora import TARGETS, LoraConfig, fingerprint, init_adapters
 from fastask_jax.model.mesh import put
 
 MESHES = [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 4, 1, 2)]
@@ -272,6 +273,35 @@ def decoding():
     assert keys.shape == (4, 2, 8, 8)  # the one key/value head, once per device of `tensor`
     assert keys.addressable_shards[0].data.shape == (1, 1, 8, 8)
     say("decoding", error=apart(decoded, packed))
+
+
+def adapters():
+    """A step of LoRA on every map, frozen weights and adapters spread like the maps."""
+    lora = LoraConfig(rank=3, targets=TARGETS)
+    weights = init_params(CONFIG, jax.random.key(0))
+    start = init_adapters(CONFIG, lora, jax.random.key(1))
+    start = jax.tree.map(lambda x: x + 0.05, start)
+    items = [toy.trajectory(3 + 7 * n % 30, n, CONFIG.vocab_size) for n in range(8)]
+    packed = pack(items, PackConfig((32,), micro_batch_rows=4, min_rows=8))
+    states = []
+    for mesh in (make_mesh(), make_mesh(1, 2, 2, 2)):
+        step = make_train_step(
+            CONFIG, Objective(), OPTIMIZER, micro_batch_rows=4, mesh=mesh, lora=lora,
+            frozen=weights,
+        )  # fmt: skip
+        state, _ = step(step.init(start), packed)
+        if mesh.size > 1:
+            for tree in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
+                found = jax.tree.map(lambda leaf: leaf.sharding.spec, tree)["blocks"]["layer_1"]
+                assert found["mixer"]["q_proj"] == {
+                    "a": P(None, "fsdp", None), "b": P(None, None, "tensor", None)
+                }, found  # fmt: skip
+                assert found["moe"]["down"] == {
+                    "a": P(None, "expert", "tensor", None), "b": P(None, "expert", None, "fsdp")
+                }, found  # fmt: skip
+        states.append(state)
+    assert int(fingerprint(step.frozen)) == int(fingerprint(weights))
+    say("adapters", error=apart(states[1].opt_state[1].mu, states[0].opt_state[1].mu))
 
 
 def bfloat16_gathers():

@@ -77,7 +77,8 @@ def test_every_mesh_takes_the_step_of_one_device(start):
 @pytest.mark.slow
 def test_other_forms_on_a_mesh(start):
     checks = (
-        "rows_that_do_not_divide", "forced_experts", "decoding", "bfloat16_gathers", "toy_models",
+        "rows_that_do_not_divide", "forced_experts", "decoding", "bfloat16_gathers", "adapters",
+        "toy_models",
     )  # fmt: skip
     lines = finish(start("mesh_steps.py", *checks, devices=8))
     assert [line["what"] for line in lines] == [
@@ -85,6 +86,7 @@ def test_other_forms_on_a_mesh(start):
         "forced experts",
         "decoding",
         "bfloat16 gathers",
+        "adapters",
         *["toy model"] * 3,
         "toy scorer",
     ]
