@@ -103,12 +103,14 @@ def _pad(part: list[w1.Sequence], among: list[w1.Sequence], layout: str) -> Micr
 
     advantages = torch.tensor([[s.advantage] for s in part], dtype=torch.float32)
     return Micro(
-        torch.from_numpy(ids),
-        torch.from_numpy(visible) if sides else None,
-        torch.from_numpy(positions) if sides else None,
-        kept,
-        *map(following, (ids, mask, recorded)),
-        advantages.expand(-1, kept),
+        ids=torch.from_numpy(ids),
+        visible=torch.from_numpy(visible) if sides else None,
+        positions=torch.from_numpy(positions) if sides else None,
+        kept=kept,
+        targets=following(ids),
+        mask=following(mask),
+        recorded=following(recorded),
+        advantages=advantages.expand(-1, kept),
     )
 
 
