@@ -26,13 +26,17 @@ def _scaled_rms(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return _scaled_rms_forward(x, weight, eps)[0]
 
 
-def _scaled_rms_forward(x: jax.Array, weight: jax.Array, eps: float):
+def _scaled_rms_forward(
+    x: jax.Array, weight: jax.Array, eps: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight).astype(x.dtype), (x, weight, scale)
 
 
-def _scaled_rms_backward(eps: float, residuals: tuple[jax.Array, ...], cotangent: jax.Array):
+def _scaled_rms_backward(
+    eps: float, residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     # Left to itself, XLA's CPU backend fuses a product into each of the two sums of the gradient
     # and then takes ten times as long for them.
     x, weight, scale = residuals

@@ -44,7 +44,9 @@ def _first_tokens(segment_ids: jax.Array) -> jax.Array:
     return jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
 
 
-def _scores(q: jax.Array, k: jax.Array, first: jax.Array, index: jax.Array, j: jax.Array):
+def _scores(
+    q: jax.Array, k: jax.Array, first: jax.Array, index: jax.Array, j: jax.Array
+) -> jax.Array:
     """Block `index` of queries `[G, K, R * Q]` and block `j` of keys `[G, S, K]` -> masked scores
     `[G, S, R * Q]`.  Queries lie along the lanes, where their bounds are plain vectors."""
     place = j * _BLOCK + jnp.arange(_BLOCK)[:, None]
