@@ -41,6 +41,7 @@ class Quickstart:
             loop=dataclasses.replace(
                 tiny.loop, steps=self.steps, seed=self.seed, eval_tasks=self.eval_tasks
             ),
+            optimizer=dataclasses.replace(tiny.optimizer, decay_steps=self.steps),
         )
 
 

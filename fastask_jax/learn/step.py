@@ -35,20 +35,27 @@ from fastask_jax.model.sharding import param_specs as specs_of
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"],
+    data_fields=[
+        "learning_rate", "warmup_steps", "decay_steps", "final_rate", "weight_decay",
+        "max_grad_norm",
+    ],
     meta_fields=["b1", "b2", "eps", "first_moment"],
 )
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a constant learning rate after a linear warm-up, and global-norm clipping.
+    """AdamW with a linear warm-up and, if asked for, a linear decay; and global-norm clipping.
 
-    learning_rate, warmup_steps, weight_decay and max_grad_norm are array leaves: changing them
-    compiles nothing anew.  Weight decay leaves out vectors and scalars (norms, biases, decays).
+    decay_steps: updates after which the learning rate has fallen, from its full height behind the
+    warm-up, to the share `final_rate` of it, where it stays; 0 keeps it constant.
+    All numbers but b1, b2 and eps are array leaves: changing them compiles nothing anew.  Weight
+    decay leaves out vectors and scalars (norms, biases, decays).
     first_moment: float32 or bfloat16, the type in which the running mean of gradients is kept.
     """
 
     learning_rate: float = 3e-4
     warmup_steps: float = 0.0
+    decay_steps: float = 0.0
+    final_rate: float = 0.1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     b1: float = 0.9
@@ -62,7 +69,10 @@ class OptimizerConfig:
                 f"optimizer first_moment must be float32 or bfloat16, not {self.first_moment!r}"
             )
         # Leaves are tracers inside a jitted function; only numbers can be checked.
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+        for name in (
+            "learning_rate", "warmup_steps", "decay_steps", "final_rate", "weight_decay",
+            "max_grad_norm",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, (int, float)):
                 continue
@@ -72,7 +82,11 @@ class OptimizerConfig:
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Learning rate of the update that follows `step` updates."""
-        return self.learning_rate * jnp.minimum(1.0, (step + 1) / jnp.maximum(self.warmup_steps, 1))
+        rising = jnp.minimum(1.0, (step + 1) / jnp.maximum(self.warmup_steps, 1))
+        span = jnp.maximum(self.decay_steps - self.warmup_steps, 1)
+        passed = jnp.clip((step + 1 - self.warmup_steps) / span, 0.0, 1.0)
+        falling = 1.0 - (1.0 - self.final_rate) * passed
+        return self.learning_rate * rising * jnp.where(self.decay_steps > 0, falling, 1.0)
 
     def transformation(self, step: Int[Array, ""] | int = 0) -> optax.GradientTransformation:
         """Clip and AdamW as an optax transformation for the update after `step` updates."""
