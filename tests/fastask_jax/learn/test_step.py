@@ -170,6 +170,19 @@ def toy_step(toy, objective=None, optimizer=OPTIMIZER):
     )
 
 
+def test_learning_rates_rise_and_fall_linearly():
+    """Worked by hand: two updates up to 1, then 0.9 down over four."""
+    optimizer = OptimizerConfig(
+        learning_rate=1.0, warmup_steps=2, decay_steps=6, final_rate=0.1
+    )
+    rates = [float(optimizer.rate(jnp.int32(step))) for step in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1])
+    constant = OptimizerConfig(learning_rate=0.3)
+    assert [float(constant.rate(jnp.int32(s))) for s in (0, 5, 10**6)] == pytest.approx([0.3] * 3)
+    with pytest.raises(ValueError, match="decay_steps must be positive"):
+        OptimizerConfig(decay_steps=-1)
+
+
 def test_first_adamw_update_by_hand(toy, packed):
     optimizer = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=4, eps=1e-8)
     step = toy_step(toy, optimizer=optimizer)
