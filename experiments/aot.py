@@ -34,7 +34,7 @@ from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.aot_buffers import largest_buffers
-from experiments.config import format_config, option, parse, run_main
+from experiments.config import format_config, option, parse, run_main, to_dict
 from fastask_jax.learn import Objective, OptimizerConfig, make_train_step
 from fastask_jax.model import PRESETS, ModelConfig, init_params, unembedding
 from fastask_jax.model.lora import LoraConfig, init_adapters
@@ -283,8 +283,13 @@ def main(argv: list[str]) -> int:
         print(report(plans[name]), flush=True)
     if config.out:
         command = shlex.join(["python", "-m", "experiments.aot", *argv])
-        text = json.dumps({"command": command, "devices": mesh.size, "programs": plans}, indent=2)
-        config.out.write_text(text + "\n", "utf-8")
+        result = {
+            "command": command,
+            "config": to_dict(config),
+            "devices": mesh.size,
+            "programs": plans,
+        }
+        config.out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     return 0 if all(plan["fits"] for plan in plans.values()) else 1
 
 
