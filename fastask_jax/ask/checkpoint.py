@@ -1,7 +1,7 @@
 """Which weights answer: the shipped ones, a training run's, or those in a folder.
 
 A policy folder is what `fastask_jax.model.save_params` writes: config.json and
-model.safetensors, with a tokenizer.json where the model has its own tokenizer.  A run of
+model.safetensors (or parts of it and their index), with the model's tokenizer.json.  A run of
 `experiments.fast_ask` keeps its trained policy in RUN/policy and its settings in
 RUN/config.json.  Only looks at files: loading them needs JAX and is `asker`'s.
 """
@@ -59,7 +59,8 @@ def find_policy(checkpoint: str | Path | None) -> PolicyFolder:
 
 
 def _is_policy(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("config.json", "model.safetensors"))
+    weights = ("model.safetensors", "model.safetensors.index.json")  # large ones come in parts
+    return (folder / "config.json").is_file() and any((folder / w).is_file() for w in weights)
 
 
 def _settings(folder: Path) -> tuple[FastAskConfig, bool]:

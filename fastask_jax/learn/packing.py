@@ -32,7 +32,11 @@ LOGPROB_SLACK = 1e-3
 
 
 class Trainable(Protocol):
-    """What the packer needs of a trajectory of n tokens (`rollout.Trajectory` has it)."""
+    """What the packer needs of a trajectory of n tokens (`rollout.Trajectory` has it).
+
+    One with an attribute `expert_ids` that isn't None, [n, layers with experts, K], has its tokens
+    routed to those experts (router replay).
+    """
 
     @property
     def ids(self) -> NDArray[np.int32]: ...  # [n] token ids
@@ -59,6 +63,7 @@ class TrainableTokens:
     logprobs: NDArray
     advantage: float
     versions: NDArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    expert_ids: NDArray | None = None
 
     def __post_init__(self) -> None:
         if len(self.versions) == 0:
@@ -105,6 +110,7 @@ class PackConfig:
         "versions",
         "proximal_logprobs",
         "reference_logprobs",
+        "expert_ids",
     ],
     meta_fields=[],
 )
@@ -115,6 +121,8 @@ class Batch:
     tokens, positions, segment_ids (1, 2, ... in a row; 0 is padding), versions: int32.
     mask: bool.  behaviour_logprobs, advantages: float32, 0 where the mask is false.
     proximal_logprobs, reference_logprobs: float32, only for objectives that use them.
+    expert_ids: int32 [rows, length, layers with experts, K], only for router replay: the experts
+        of every token, sampled or not, in place of those that the router would choose.
     """
 
     tokens: Int[AnyArray, "*rows length"]
@@ -126,6 +134,7 @@ class Batch:
     versions: Int[AnyArray, "*rows length"]
     proximal_logprobs: Float[AnyArray, "*rows length"] | None = None
     reference_logprobs: Float[AnyArray, "*rows length"] | None = None
+    expert_ids: Int[AnyArray, "*rows length layers k"] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,8 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
     """Packs trajectories into rows by first-fit decreasing.
 
     Raises ValueError for a trajectory that is longer than the longest row, is empty, has arrays
-    of different lengths, claims to have sampled its first token, or has a logprob or advantage
-    that is not a usable number.
+    of different lengths, claims to have sampled its first token, has a logprob or advantage that
+    is not a usable number, or has expert ids (or of another shape) where others have none.
     """
     lengths = np.array([len(item.ids) for item in trajectories], dtype=np.int64)
     for index, item in enumerate(trajectories):
@@ -183,6 +192,7 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
         behaviour_logprobs=np.zeros(shape, np.float32),
         advantages=np.zeros(shape, np.float32),
         versions=np.zeros(shape, np.int32),
+        expert_ids=_expert_ids(trajectories, shape),
     )
     segments = np.zeros(shape[0], np.int32)
     # In order of the columns, so that segment ids rise along a row.
@@ -198,6 +208,8 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
         batch.behaviour_logprobs[row, span] = np.where(sampled, item.logprobs, 0.0)
         batch.advantages[row, span] = np.where(sampled, item.advantage, 0.0)
         batch.versions[row, span] = np.where(sampled, item.versions, 0)
+        if batch.expert_ids is not None:
+            batch.expert_ids[row, span] = item.expert_ids
     return Packed(batch, rows, starts, lengths)
 
 
@@ -210,8 +222,23 @@ def micro_batches(batch: Batch, micro_batch_rows: int) -> Batch:
             f"PackConfig(micro_batch_rows={micro_batch_rows})"
         )
     return jax.tree.map(
-        lambda array: array.reshape(rows // micro_batch_rows, micro_batch_rows, -1), batch
+        lambda array: array.reshape(-1, micro_batch_rows, *array.shape[1:]), batch
     )
+
+
+def _expert_ids(trajectories: Sequence[Trainable], shape: tuple[int, int]) -> NDArray | None:
+    """Room for the experts of all tokens, if the trajectories name any."""
+    found = [getattr(item, "expert_ids", None) for item in trajectories]
+    shapes = [None if ids is None else np.shape(ids) for ids in found]
+    first = next((shape for shape in shapes if shape is not None), None)
+    if first is None:
+        return None
+    if shapes != [(len(item.ids), *first[1:]) for item in trajectories]:
+        raise ValueError(
+            "router replay needs expert_ids [tokens, layers with experts, K] of every trajectory, "
+            f"one entry per token; got {', '.join(map(str, shapes[:8]))}"
+        )
+    return np.zeros((*shape, *first[1:]), np.int32)
 
 
 def _first_fit_decreasing(lengths: NDArray, capacity: int) -> tuple[NDArray, NDArray, int]:

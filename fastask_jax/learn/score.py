@@ -48,8 +48,9 @@ class Scores(NamedTuple):
     aux: Metrics
 
 
-# (params, tokens, positions, segment_ids, mask, temperature) -> Scores
-ScoreFn = Callable[[Params, Array, Array, Array, Array, Float[Array, ""] | float], Scores]
+# (params, tokens, positions, segment_ids, mask, temperature) -> Scores.  With router replay a
+# further argument follows: the batch's expert ids.
+ScoreFn = Callable[..., Scores]
 
 
 def score_fn(model: Any, mesh: AnyMesh | None = None) -> ScoreFn:
@@ -57,8 +58,12 @@ def score_fn(model: Any, mesh: AnyMesh | None = None) -> ScoreFn:
     if callable(model):
         return model
 
-    def scores(params, tokens, positions, segment_ids, mask, temperature):
-        hidden, load = forward(model, params, tokens, positions, segment_ids, mesh=mesh)
+    def scores(params, tokens, positions, segment_ids, mask, temperature, expert_ids=None):
+        if expert_ids is not None:
+            expert_ids = jnp.moveaxis(expert_ids, 2, 0)
+        hidden, load = forward(
+            model, params, tokens, positions, segment_ids, expert_ids, mesh=mesh
+        )
         # The hidden state at t scores token t + 1.
         ids, wanted = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (tokens, mask))
         logprobs, entropy = _score_hidden(
@@ -130,9 +135,9 @@ class Scorer:
         check_rows(micro_batch_rows, self.mesh)
         scores = score_fn(model, self.mesh)
 
-        def run(params, tokens, positions, segment_ids, mask, temperature):
+        def run(params, temperature, rows, replayed):
             self.traces += 1
-            result = scores(params, tokens, positions, segment_ids, mask, temperature)
+            result = scores(params, *rows, temperature, *replayed)
             return result.logprobs, result.entropy
 
         # Copied to every device, so that every process can read them.
@@ -146,10 +151,14 @@ class Scorer:
         result = np.zeros((2, *micro.tokens.shape), np.float32)
         for index in np.flatnonzero(micro.mask.any(axis=(1, 2))):
             rows = (micro.tokens, micro.positions, micro.segment_ids, micro.mask)
-            rows = put(
-                tuple(array[index] for array in rows), NamedSharding(self.mesh, row_spec())
+            replayed = () if micro.expert_ids is None else (micro.expert_ids,)
+            rows, replayed = put(
+                jax.tree.map(lambda array: array[index], (rows, replayed)),  # noqa: B023
+                NamedSharding(self.mesh, row_spec()),
             )
-            result[:, index] = jax.device_get(self._run(params, *rows, np.float32(temperature)))
+            result[:, index] = jax.device_get(
+                self._run(params, np.float32(temperature), rows, replayed)
+            )
         logprobs, entropy = result.reshape(2, *flat.tokens.shape)
         return logprobs, entropy
 

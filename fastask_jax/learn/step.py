@@ -253,11 +253,11 @@ class TrainStep:
     def gradient(
         self,
         params: Params,
-        frozen: Params,
         version: Array,
         micro: Batch,
         objective: Objective,
         terms: frozenset,
+        frozen: Params | None = None,
     ) -> tuple[Params, Metrics]:
         """Gradient of the whole batch's objective, [micro-batches, rows, length] -> like params."""
         _, denominators = reduction_weights(objective, micro.mask, micro.segment_ids)
@@ -271,6 +271,7 @@ class TrainStep:
                 batch.segment_ids,
                 batch.mask,
                 objective.temperature,
+                *(() if batch.expert_ids is None else (batch.expert_ids,)),
             )
             total, metrics = objective_sum(
                 objective, scores.logprobs, scores.entropy, batch, version, terms
@@ -307,7 +308,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         self.traces += 1
         grads, metrics = self.gradient(
-            state.params, frozen, state.version, micro, objective, terms
+            state.params, state.version, micro, objective, terms, frozen
         )
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)

@@ -180,7 +180,7 @@ def test_first_adamw_update_by_hand(toy, packed):
     # After one step Adam's moments are the gradient and its square, so it moves by its sign; the
     # bias is a vector and doesn't decay.
     micro = micro_batches(packed.batch, 2)
-    grads, _ = step.gradient(params, None, jnp.int32(0), micro, step.objective, frozenset())
+    grads, _ = step.gradient(params, jnp.int32(0), micro, step.objective, frozenset())
     assert values["optim/grad_norm"] == pytest.approx(float(optax_norm(grads)), rel=1e-5)
     move = np.where(np.abs(grads["table"]) > 0, np.sign(grads["table"]), 0) + 0.5 * params["table"]
     np.testing.assert_allclose(state.params["table"], params["table"] - 0.025 * move, atol=2e-5)
