@@ -146,6 +146,19 @@ def test_the_decode_step_compiles_over_a_mesh_and_gives_its_cache_away() -> None
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+MESH = """
+from experiments.aot import MeshConfig, topology_devices
+mesh = MeshConfig(fsdp=8, expert=2, tensor=4).make(topology_devices("v6e:8x8"))
+assert len({device.id for device in mesh.devices.flat}) == 64
+"""
+
+
+def test_two_axes_of_a_mesh_may_share_a_side_of_the_slice() -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler (extra aot) isn't installed")
+    done = run("-c", MESH)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_both_steps_compile_for_a_slice_and_a_large_one_does_not_fit(tmp_path) -> None:
     pytest.importorskip("libtpu", reason="the TPU compiler (extra aot) isn't installed")
