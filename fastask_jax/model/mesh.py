@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
@@ -96,7 +97,13 @@ def make_mesh(
             f"a mesh of {' x '.join(map(str, shape))} ({' x '.join(MESH_AXES)}) needs {size} "
             f"devices, there are {len(devices)}"
         )
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
+    types = (AxisType.Auto,) * 4
+    try:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+    except NotImplementedError:
+        # Two axes have to share a side of the TPU slice, as 8 x 2 x 4 does on 8 x 8.
+        grid = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, MESH_AXES, axis_types=types)
 
 
 def row_devices(mesh: AnyMesh) -> int:

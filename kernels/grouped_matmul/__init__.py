@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import jax
 
-from kernels.grouped_matmul import reference, xla
+from kernels.grouped_matmul import megablox, reference, xla
 
 __all__ = ["grouped_matmul"]
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.grouped_matmul,
     "xla": xla.grouped_matmul,
+    "megablox": megablox.grouped_matmul,
 }
 
 
@@ -26,7 +27,9 @@ def grouped_matmul(
       weights: `[E, D, F]`.
       sizes: `[E]` integers; groups may be empty.  Rows beyond their sum belong to no group: they
         cost no products, and their results and gradients are zero.
-      implementation: "reference" or "xla" (default).
+      implementation: "reference", "xla" or "megablox" (the TPU kernels); the default goes by the
+        platform of the mesh that the caller runs on, or else by JAX's default backend: "megablox"
+        on TPU, else "xla".
 
     Returns:
       `[N, F]` in the type of `x`; differentiable in `x` and `weights` (zero for empty groups).
@@ -39,7 +42,13 @@ def grouped_matmul(
                          f"{weights.shape}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be {weights.shape[:1]}, got {sizes.shape}")
-    name = implementation or "xla"
+    name = implementation or ("megablox" if _platform() == "tpu" else "xla")
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
     return _IMPLEMENTATIONS[name](x, weights, sizes)
+
+
+def _platform() -> str:
+    # A mesh may be of devices that aren't here: programs are compiled ahead of time.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform

@@ -5,10 +5,17 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from kernels.grouped_matmul import grouped_matmul
+from kernels.grouped_matmul import grouped_matmul, megablox
 from kernels.grouped_matmul.xla import _layout
 
 
+def compute(x, weights, counts, name):
+    if name == "megablox":
+        return megablox.grouped_matmul(x, weights, counts, interpret=True)
+    return grouped_matmul(x, weights, counts, implementation=name)
+
+
+@pytest.mark.parametrize("name", ["xla", "megablox"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -19,20 +26,20 @@ from kernels.grouped_matmul.xla import _layout
         [7],
     ],
 )
-def test_values_and_gradients_equal_the_reference(sizes, quick_jit):
+def test_values_and_gradients_equal_the_reference(sizes, name, quick_jit):
     rows, groups = sum(sizes), len(sizes)
     x = jax.random.normal(jax.random.key(0), (rows, 12))
     weights = jax.random.normal(jax.random.key(1), (groups, 12, 20))
     cotangent = jax.random.normal(jax.random.key(2), (rows, 20))
     counts = jnp.asarray(sizes, jnp.int32)
 
-    def objective(x, weights, name):
-        out = grouped_matmul(x, weights, counts, implementation=name)
+    def objective(x, weights, chosen):
+        out = compute(x, weights, counts, chosen)
         return jnp.vdot(out, cotangent), out
 
     grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
     (_, expected), expected_grads = grad(x, weights, "reference")
-    (_, got), got_grads = grad(x, weights, "xla")
+    (_, got), got_grads = grad(x, weights, name)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(got_grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
@@ -40,22 +47,23 @@ def test_values_and_gradients_equal_the_reference(sizes, quick_jit):
     assert not np.asarray(got_grads[1])[empty].any()
 
 
+@pytest.mark.parametrize("name", ["xla", "megablox"])
 @pytest.mark.parametrize("sizes", [[64, 3, 0], [0, 0], [70, 70, 59]])
-def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, quick_jit):
+def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, name, quick_jit):
     rows, groups, owned = 200, len(sizes), sum(sizes)
     x = jax.random.normal(jax.random.key(0), (rows, 12))
     weights = jax.random.normal(jax.random.key(1), (groups, 12, 20))
     cotangent = jax.random.normal(jax.random.key(2), (rows, 20))
     counts = jnp.asarray(sizes, jnp.int32)
 
-    def objective(x, weights, name):
-        out = grouped_matmul(x, weights, counts, implementation=name)
+    def objective(x, weights, chosen):
+        out = compute(x, weights, counts, chosen)
         return jnp.vdot(out, cotangent), out
 
     grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
     (_, expected), expected_grads = grad(x, weights, "reference")
     # What lies beyond may be anything but NaN, which no product with zero removes.
-    (_, got), got_grads = grad(x.at[owned:].set(1e30), weights, "xla")
+    (_, got), got_grads = grad(x.at[owned:].set(1e30), weights, name)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(got_grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
