@@ -39,14 +39,15 @@ PEERS = ("transformers",)
 class Config:
     peer: str | None = option(None, "what to compare with: transformers, or none")
     runs: int = option(3, "timed steps of each arrangement of the peer, ours before each of them")
-    row_length: int = option(2304, "tokens of a packed row")
-    micro_batch_rows: int = option(1, "rows whose gradient is taken at a time")
+    devices: int = option(0, "CPU devices that the rows are split over; 0: one for each core")
+    row_length: int = option(3072, "tokens of a packed row")
+    device_rows: int = option(1, "rows whose gradient a device takes at a time")
     scan_unroll: int = option(w1.LAYERS, "layers unrolled per scan step")
 
     def __post_init__(self) -> None:
         if self.peer is not None and self.peer not in PEERS:
             raise ValueError(f"peer must be one of {', '.join(PEERS)}, not {self.peer!r}")
-        for name in ("runs", "row_length", "micro_batch_rows", "scan_unroll"):
+        for name in ("runs", "row_length", "device_rows", "scan_unroll"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
@@ -82,7 +83,10 @@ class OurStep:
     def __init__(self, directory: Path, config: Config):
         import jax
 
+        devices = config.devices or threads()
         jax.config.update("jax_platforms", "cpu")
+        if devices > 1:
+            jax.config.update("jax_num_cpu_devices", devices)
         from fastask_jax.learn import (
             LossConfig,
             Objective,
@@ -92,10 +96,11 @@ class OurStep:
             make_train_step,
             pack,
         )
-        from fastask_jax.model import load_params
+        from fastask_jax.model import load_params, make_mesh
 
-        model, params = load_params(directory, scan_unroll=config.scan_unroll)
-        rows = config.micro_batch_rows
+        mesh = make_mesh(data=devices)
+        model, params = load_params(directory, mesh, scan_unroll=config.scan_unroll)
+        rows = devices * config.device_rows
         self.packed = pack(
             [TrainableTokens(s.ids, s.mask, s.logprobs, s.advantage) for s in w1.batch()],
             PackConfig((config.row_length,), micro_batch_rows=rows, min_rows=1),
@@ -112,6 +117,7 @@ class OurStep:
                 eps=w1.EPS,
             ),
             micro_batch_rows=rows,
+            mesh=mesh,
         )
         self._state = self._step.init(params)
 
@@ -180,7 +186,8 @@ def measure(config: Config, directory: Path) -> dict[str, Any]:
         "loss": w1.LOSS,
         "gradient_norm": w1.GRADIENT_NORM,
         "row_length": config.row_length,
-        "micro_batch_rows": config.micro_batch_rows,
+        "devices": config.devices or threads(),
+        "device_rows": config.device_rows,
         "scan_unroll": config.scan_unroll,
         "fill": step.packed.fill,
     }

@@ -34,7 +34,7 @@ def test_other_numbers_are_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_our_first_step_is_that_of_w1(directory):
-    step = OurStep(directory, Config(scan_unroll=1))
+    step = OurStep(directory, Config(devices=1, row_length=2048, scan_unroll=1))
     assert step.packed.fill > 0.8
     check("ours", *step())
     loss, _ = step()
