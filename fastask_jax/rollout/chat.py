@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from envs.core import Message, Reply, ToolCall, ToolSpec
-from fastask_jax.rollout.toolcalls import parse_reply_text
+from fastask_jax.rollout.toolcalls import HOW_TO_CALL, parse_reply_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,6 +84,8 @@ class ChatFormat:
         if problem:
             raise ChatFormatError(f"the chat template is not append-only: {problem}")
         self._user_problem = self._append_only_problem(_user_probe())
+        probe = (ToolSpec("probe_tool", "Probes.", {"type": "object", "properties": {}}),)
+        self._template_shows_tools = "probe_tool" in self._render(self._before, probe)[0]
 
     # -- encoding ---------------------------------------------------------------------------
 
@@ -92,8 +94,11 @@ class ChatFormat:
     ) -> list[int]:
         """Ids of the conversation so far, ending where the model's turn begins.
 
-        With `tools`, the template's own tools block is part of the prompt.
+        With `tools`, the template's own tools block is part of the prompt.  A template without
+        one (SmolLM2's) has the tools described at the end of the system message.
         """
+        if tools and not self._template_shows_tools:
+            messages, tools = _with_tools_described(messages, tools), None
         return self._encode(*self._render(messages, tools, generation=True))
 
     def encode_reply(self, message: Message) -> list[int]:
@@ -298,6 +303,16 @@ def _as_dict(message: Message) -> dict[str, Any]:
             for c in message.tool_calls
         ]
     return plain
+
+
+def _with_tools_described(
+    messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> list[Message]:
+    schemas = "\n".join(json.dumps(_as_schema(tool)["function"]) for tool in tools)
+    text = f"Your tools:\n{schemas}\n{HOW_TO_CALL}"
+    if messages and messages[0].role == "system":
+        text, messages = f"{messages[0].content}\n\n{text}", messages[1:]
+    return [Message("system", text), *messages]
 
 
 def _as_schema(tool: ToolSpec) -> dict[str, Any]:

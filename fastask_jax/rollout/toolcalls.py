@@ -25,6 +25,11 @@ from envs.core import ToolCall, ToolSpec
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# For models whose chat template has no words of its own about tools.
+HOW_TO_CALL = f"""To call one, write its name and arguments like this; the result comes back:
+{OPEN}
+{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
+{CLOSE}"""
 MAX_CALLS = 16
 MAX_NAME = 128
 

@@ -193,3 +193,22 @@ def test_observation_needs_new_messages(chat):
         chat.encode_observation([Message("assistant", "x")])
     with pytest.raises(ValueError, match="assistant message"):
         chat.encode_reply(Message("user", "x"))
+
+
+def test_a_template_without_tools_has_them_described(chat):
+    """The system message says what a tools block would, and the call that it shows parses."""
+    bare = copy.deepcopy(chat.tokenizer)
+    bare.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    plain = ChatFormat(bare)
+    for start in (CONVERSATION[:2], CONVERSATION[1:2]):
+        text = plain.decode(plain.encode_prompt(start, TOOLS))
+        assert text.count("<|im_start|>system") == 1
+        assert text.index('"name": "read_ranges"') < text.index("Net revenue?")
+    shown = text[text.index("<tool_call>") : text.index("</tool_call>") + len("</tool_call>")]
+    (call,) = plain.parse_reply(shown).tool_calls
+    assert (call.name, call.arguments, call.error) == ("NAME", {"ARGUMENT": "VALUE"}, None)
+    # A template that has a block of its own is left to it.
+    assert "To call one" not in chat.decode(chat.encode_prompt(CONVERSATION[:2], TOOLS))
