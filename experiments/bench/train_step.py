@@ -9,6 +9,9 @@ takes its turns in every arrangement; `ratio` is over its best, `ratio_padded` o
 pads as TRL does.  A side whose first step hasn't the loss and the gradient norm of W1 gets no
 figure.  Left out: compilation and warm-up, and the packing of a batch (milliseconds).
 
+Take it on a quiet machine (`load` is what ran at the start): torch's threads wait for each other
+at every operation, so a busy core slows the peer many times more than ours and flatters the ratio.
+
 One difference: W1 decays every parameter, our optimizer leaves out the 3,328 norm weights.
 """
 
@@ -150,18 +153,21 @@ def serve_torch(connection: Connection, directory: Path, threads: int) -> None:
 @contextmanager
 def torch_peer(directory: Path) -> Iterator[tuple[Connection, dict[str, list[float]], Any]]:
     """A connection to a peer that has taken a checked step in each arrangement, an empty list of
-    seconds for each of them, and which of them are special."""
+    figures for each of them, and which of them pad as TRL does and which score selected tokens."""
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
     process = context.Process(target=serve_torch, args=(other, directory, threads()), daemon=True)
     process.start()
     other.close()
-    seconds: dict[str, list[float]] = {}
-    while len(message := connection.recv()) == 3:
-        check(f"torch, arrangement {message[0]}", *message[1:])
-        seconds[message[0]] = []
+    figures: dict[str, list[float]] = {}
     try:
-        yield connection, seconds, message
+        while len(message := connection.recv()) == 3:
+            check(f"torch, arrangement {message[0]}", *message[1:])
+            figures[message[0]] = []
+    except EOFError:
+        raise RuntimeError("the peer's process died; what it said stands above") from None
+    try:
+        yield connection, figures, message
     finally:
         connection.send(None)
         process.join()
@@ -169,6 +175,7 @@ def torch_peer(directory: Path) -> Iterator[tuple[Connection, dict[str, list[flo
 
 def measure(config: Config, directory: Path) -> dict[str, Any]:
     """Takes turns, prints each figure and the result line."""
+    load = os.getloadavg()[0]
     step = OurStep(directory, config)
     check("ours", *step())
     step()
@@ -179,6 +186,7 @@ def measure(config: Config, directory: Path) -> dict[str, Any]:
         return w1.TOKENS / (time.perf_counter() - started)
 
     workload: dict[str, Any] = {
+        "load": load,
         "threads": threads(),
         "tokens": w1.TOKENS,
         "model_tokens": w1.MODEL_TOKENS,

@@ -133,6 +133,7 @@ def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
     """`x [..., D] @ kernel [D, F]` in the type of `x`."""
     if isinstance(kernel, Adapted):
         return linear(x, kernel.base) + linear(linear(x, kernel.a), kernel.b)
+    # One axis of tokens: over two, XLA's CPU backend transposes them for the kernel's gradient.
     rows = jnp.matmul(x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype))
     return rows.reshape(*x.shape[:-1], -1)
 
