@@ -115,7 +115,7 @@ class Trainer:
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
     _checkpoints: Checkpointer = field(init=False)
-    _base: dict[str, Any] = field(init=False)
+    _base: dict[str, Any] = field(init=False, default_factory=dict)  # of a run with LoRA
     _channel: Channel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,10 +123,6 @@ class Trainer:
         keep = (self.config.keep_last, self.config.keep_every)
         self._checkpoints = Checkpointer(self.run_dir, *keep)
         self._channel = Channel("loop")
-        self._base = {}
-        if self.step_fn.lora is not None:
-            weights = int(fingerprint(self.step_fn.frozen))
-            self._base = {"lora.alpha": self.step_fn.lora.alpha, "fingerprint of weights": weights}
 
     @property
     def objective(self) -> Objective:
@@ -138,6 +134,9 @@ class Trainer:
         Raises FileExistsError when the run directory holds a run and `resume` is false, and
         ValueError when it can't be resumed with these settings.
         """
+        if self.step_fn.lora is not None:
+            weights = int(fingerprint(self.step_fn.frozen))
+            self._base = {"lora.alpha": self.step_fn.lora.alpha, "fingerprint of weights": weights}
         restored, done = None, None
         if resume:
             restored = self._checkpoints.restore_latest(self.step_fn.abstract(params))

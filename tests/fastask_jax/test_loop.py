@@ -281,7 +281,7 @@ def test_a_run_is_not_resumed_as_another_one(tmp_path, change, said):
         trainer(tmp_path, **change)._check_resumable(2, saved)
 
 
-def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path, monkeypatch):
+def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path):
     """Groups without signal are replaced; the averages must not forget them."""
     from envs.core import Score
     from fastask_jax.rollout.scheduler import RolloutStats
@@ -299,7 +299,9 @@ def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path, mo
 
     one = trainer(tmp_path, refill_rounds=1)  # three groups wanted
     one.actor = Actor()
-    monkeypatch.setattr(Trainer, "objective", SimpleNamespace(advantage="mean"))
+    one.step_fn = SimpleNamespace(
+        policy=lambda state: state.params, objective=SimpleNamespace(advantage="mean")
+    )
     useful, dull = one._collect(1, SimpleNamespace(params=None, version=0), RolloutStats())
     assert [t.reward for t in useful] == [0, 1, 0, 0, 1, 0, 0, 1]
     assert len(dull) == 12 and sum(t.reward for t in dull) == 4
