@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -282,13 +281,8 @@ def main(argv: list[str]) -> int:
         plans[name] = compile_plan(lower, MEMORY_GIB[config.generation])
         print(report(plans[name]), flush=True)
     if config.out:
-        command = shlex.join(["python", "-m", "experiments.aot", *argv])
-        result = {
-            "command": command,
-            "config": to_dict(config),
-            "devices": mesh.size,
-            "programs": plans,
-        }
+        settings = to_dict(replace(config, out=None))
+        result = {"config": settings, "devices": mesh.size, "programs": plans}
         config.out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     return 0 if all(plan["fits"] for plan in plans.values()) else 1
 
