@@ -35,8 +35,8 @@ def _mesh(fsdp: int, expert: int, tensor: int) -> str:
     return f"--mesh.fsdp {fsdp} --mesh.expert {expert} --mesh.tensor {tensor}"
 
 
-# Name of the result -> arguments of `experiments.aot`.  In each group the plan that fits comes
-# first, then the next smaller slice.
+# Name of the result -> arguments of `experiments.aot`.  Meshes of plans without a result are
+# guesses.
 PLANS: dict[str, str] = {
     "35b-full-v5p-16": f"{_35B} {_TRAIN} --topology v5p:2x2x4 {_mesh(4, 2, 2)}",
     "35b-lora-v5p-4": f"{_35B} {_TRAIN} {_LORA} --topology v5p:2x2x1 {_mesh(1, 2, 2)}",
@@ -79,17 +79,15 @@ def compile_missing(only: str) -> None:
         os.replace(aside, out)
 
 
-def rows_of(name: str, result: dict[str, Any]) -> list[str]:
+def cells_of(result: dict[str, Any]) -> list[str]:
     """The cells of one program's plan."""
     config = result["config"]
     (program, plan), *_ = result["programs"].items()
     mesh = " ".join(f"{axis} {size}" for axis, size in config["mesh"].items() if size > 1)
-    kind = program
-    if program == "train":
-        rank = config["lora"]["rank"]
-        kind = f"LoRA {rank}" if rank else "full"
-    else:
-        kind = f"decode, {config['slots']} slots"
+    rank = config["lora"]["rank"]
+    what = f"LoRA {rank}" if rank else "full"
+    if program == "decode":
+        what = f"decode, {config['slots']} slots"
     if "gib" in plan:
         gib = plan["gib"]
         memory = [f"{gib[kind]:.1f}" for kind in ("arguments", "temporaries", "total")]
@@ -98,7 +96,7 @@ def rows_of(name: str, result: dict[str, Any]) -> list[str]:
     flops = f"{plan['flops']:.2e}" if plan.get("flops") else ""
     return [
         config["model"].removeprefix("qwen3.5-"),
-        kind,
+        what,
         f"{config['topology']} ({result['devices']})",
         mesh,
         *memory,
@@ -117,7 +115,7 @@ HEADER = [
 def tables(results: dict[str, dict[str, Any]]) -> str:
     """Markdown: a line per plan, then its command and, where it doesn't fit, its buffers."""
     lines = [f"| {' | '.join(HEADER)} |", f"|{' --- |' * len(HEADER)}"]
-    lines += [f"| {' | '.join(rows_of(name, result))} |" for name, result in results.items()]
+    lines += [f"| {' | '.join(cells_of(result))} |" for result in results.values()]
     lines += ["", "The commands, in the same order:", "", "```"]
     lines += [f"python -m experiments.aot {PLANS[name]}" for name in results]
     lines += ["```"]
