@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from kernels.grouped_matmul import megablox, reference, xla
+from kernels.platform import target_platform
 
 __all__ = ["grouped_matmul"]
 
@@ -42,13 +43,7 @@ def grouped_matmul(
                          f"{weights.shape}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be {weights.shape[:1]}, got {sizes.shape}")
-    name = implementation or ("megablox" if _platform() == "tpu" else "xla")
+    name = implementation or ("megablox" if target_platform() == "tpu" else "xla")
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
     return _IMPLEMENTATIONS[name](x, weights, sizes)
-
-
-def _platform() -> str:
-    # A mesh may be of devices that aren't here: programs are compiled ahead of time.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform

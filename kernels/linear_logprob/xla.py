@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from kernels.platform import target_platform
+
 Outputs = tuple[jax.Array, jax.Array, jax.Array]
 
 # Elements of logits held at once: about the second-level cache of a core in float32, and on
@@ -26,10 +28,7 @@ _BLOCK_ELEMENTS = 1 << 26
 
 def _block(tokens: int, vocab: int) -> int:
     """Tokens per block: a multiple of 8, and little padding in the last block."""
-    # A mesh may be of devices that aren't here: programs are compiled ahead of time.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    elements = _BLOCK_ELEMENTS_CPU if platform == "cpu" else _BLOCK_ELEMENTS
+    elements = _BLOCK_ELEMENTS_CPU if target_platform() == "cpu" else _BLOCK_ELEMENTS
     blocks = -(-tokens // max(8, elements // vocab))
     return -(-tokens // blocks // 8) * 8
 
