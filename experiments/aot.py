@@ -38,6 +38,7 @@ from fastask_jax.learn import Objective, OptimizerConfig, make_train_step
 from fastask_jax.model import PRESETS, ModelConfig, init_params, unembedding
 from fastask_jax.model.lora import LoraConfig, init_adapters
 from fastask_jax.model.mesh import ROW_AXES, MeshConfig, row_devices, row_spec
+from fastask_jax.model.parameters import is_matrix
 from fastask_jax.model.sharding import cache_specs, extend, init_cache, param_shardings
 from fastask_jax.rollout.sampling import sample
 
@@ -124,8 +125,7 @@ def abstract_weights(model: ModelConfig, mesh: Mesh) -> Any:
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
 
     def leaf(path: tuple[Any, ...], shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        matrix = len(shape.shape) > (2 if path[0].key == "blocks" else 1)
-        kind = model.dtype if matrix else "float32"
+        kind = model.dtype if is_matrix(path, shape) else "float32"
         return jax.ShapeDtypeStruct(shape.shape, kind, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes, param_shardings(model, mesh))

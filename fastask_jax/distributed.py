@@ -355,7 +355,11 @@ def _replicated(leaf: jax.Array) -> jax.Array:
         return leaf
     if not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(f"an array over several devices needs a mesh, not {leaf.sharding}")
-    return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    # One at a time: a process that ran ahead would hold every thread that JAX's CPU backend has
+    # for its devices, and all would wait for each other.
+    return jax.block_until_ready(
+        jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    )
 
 
 def _client() -> Any:

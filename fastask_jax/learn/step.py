@@ -29,6 +29,7 @@ from fastask_jax.learn.packing import Batch, Packed, micro_batches
 from fastask_jax.learn.score import Params, ScoreFn, score_fn
 from fastask_jax.model.lora import LoraConfig, adapter_specs, attach
 from fastask_jax.model.mesh import make_mesh, put, row_spec
+from fastask_jax.model.parameters import is_matrix
 from fastask_jax.model.sharding import check_rows, param_shardings
 from fastask_jax.model.sharding import param_specs as specs_of
 
@@ -96,16 +97,10 @@ class OptimizerConfig:
                 b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.first_moment
             ),
             optax.add_decayed_weights(
-                self.weight_decay, mask=partial(jax.tree_util.tree_map_with_path, _is_matrix)
+                self.weight_decay, mask=partial(jax.tree_util.tree_map_with_path, is_matrix)
             ),
             optax.scale_by_learning_rate(self.rate(jnp.asarray(step))),
         )
-
-
-def _is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
-    """Whether a parameter is more than a vector; leaves under "blocks" are stacked by layer."""
-    stacked = any(getattr(key, "key", None) == "blocks" for key in path)
-    return leaf.ndim - stacked > 1
 
 
 @partial(

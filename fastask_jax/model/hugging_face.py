@@ -27,6 +27,7 @@ from fastask_jax.model.decoder import Params, init_params
 from fastask_jax.model.directories import replaced_directory
 from fastask_jax.model.families import from_hf_config, to_hf_config
 from fastask_jax.model.gguf import GGUFFile
+from fastask_jax.model.parameters import is_matrix
 from fastask_jax.model.safetensors_files import Planned, SafetensorsFiles, write_safetensors
 from fastask_jax.model.sharding import param_shardings
 from fastask_jax.model.streaming import Source, load_leaf
@@ -153,8 +154,7 @@ def _load(cfg: ModelConfig, source: Source, dtype: np.dtype, shardings: Any) -> 
 
     def load(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *sharding: Any) -> jax.Array:
         path = tuple(key.key for key in keys)
-        matrix = len(leaf.shape) > (2 if path[0] == "blocks" else 1)
-        kind = dtype if matrix else _DTYPES["float32"]
+        kind = dtype if is_matrix(keys, leaf) else _DTYPES["float32"]
         return load_leaf(source, tensors[path], leaf.shape, kind, *sharding)
 
     abstract = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))

@@ -68,6 +68,25 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float)
     return wide * scale * weight * jax.nn.silu(gate.astype(jnp.float32))
 
 
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`.  The backward pass computes the sigmoid again, so that nothing but the
+    two inputs is kept for it."""
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_backward(
+    inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # Without the barrier XLA finds that the forward pass had it, and keeps it all the same.
+    gate, up = jax.lax.optimization_barrier(inputs)
+    open_ = jax.nn.sigmoid(gate)
+    return cotangent * up * open_ * (1 + gate * (1 - open_)), cotangent * gate * open_
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
 def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     """`x / sqrt(sum(x^2) + eps)` over the last axis, in float32."""
     wide = x.astype(jnp.float32)
@@ -147,7 +166,15 @@ def rotary_table(
     if scaling is not None:
         frequency = _stretch(frequency, scaling)
     angle = positions.astype(jnp.float32)[..., None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    return _computed_once(jnp.cos(angle)), _computed_once(jnp.sin(angle))
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+    """`x [..., D]`.  XLA's CPU backend fuses cheap operations into all that use them, and takes
+    cosines for cheap; it fuses nothing through a matrix product."""
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: jnp.matmul(x, jnp.eye(x.shape[-1])), default=lambda x: x
+    )
 
 
 def _stretch(frequency: jax.Array, scaling: Llama3Rope) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.layers import linear
+from fastask_jax.model.layers import linear, swiglu
 from fastask_jax.model.parameters import Declare, fan_in
 
 
@@ -21,5 +21,5 @@ class GatedMLP(nnx.Module):
         self.down = declare((inner, width), ("ffn", "embed"), fan_in(inner, residual))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        inner = jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...])
+        inner = swiglu(linear(x, self.gate[...]), linear(x, self.up[...]))
         return linear(inner, self.down[...])

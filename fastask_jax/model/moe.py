@@ -18,7 +18,7 @@ from flax import nnx
 from jax import numpy as jnp
 
 from fastask_jax.model.config import ModelConfig
-from fastask_jax.model.layers import Adapted, Kernel, linear
+from fastask_jax.model.layers import Adapted, Kernel, linear, swiglu
 from fastask_jax.model.mesh import own_tokens, parts, sum_over_tokens, sum_parts, whole_rows
 from fastask_jax.model.parameters import Declare, fan_in
 from kernels.grouped_matmul import grouped_matmul
@@ -130,8 +130,7 @@ class MixtureOfExperts(nnx.Module):
         return self.cfg.shared_expert_intermediate_size > 0
 
     def _shared(self, flat: jax.Array) -> jax.Array:
-        inner = jax.nn.silu(linear(flat, self.shared_gate[...]))
-        inner = inner * linear(flat, self.shared_up[...])
+        inner = swiglu(linear(flat, self.shared_gate[...]), linear(flat, self.shared_up[...]))
         return jax.nn.sigmoid(linear(flat, self.shared_router[...])) * linear(
             inner, self.shared_down[...]
         )
@@ -154,7 +153,7 @@ class MixtureOfExperts(nnx.Module):
             gate = jnp.concatenate([gate, self.shared_gate[...]], axis=1)
             up = jnp.concatenate([up, self.shared_up[...]], axis=1)
             down = jnp.concatenate([down, self.shared_down[...]], axis=0)
-        inner = jax.nn.silu(linear(flat, gate)) * linear(flat, up)
+        inner = swiglu(linear(flat, gate), linear(flat, up))
         scaled = inner[:, :split].reshape(-1, cfg.num_experts, routed) * per_expert[..., None]
         scaled = scaled.reshape(-1, split)
         if self._has_shared:
@@ -198,7 +197,7 @@ class MixtureOfExperts(nnx.Module):
         sizes = jnp.bincount(expert, length=own + 1)[:own]
         gathered = flat[order // k]
         gate, up = jnp.split(_grouped(gathered, self.gate_up[...], sizes), 2, axis=-1)
-        out = _grouped(jax.nn.silu(gate) * up, self.down[...], sizes)
+        out = _grouped(swiglu(gate, up), self.down[...], sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         return jnp.einsum("nkd,nk->nd", out.reshape(tokens, k, -1), weights.astype(flat.dtype))
 

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
@@ -82,3 +83,10 @@ def inverse_softplus_time_step(low: float, high: float) -> Initializer:
         return step + jnp.log(-jnp.expm1(-step))
 
     return init
+
+
+def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether a parameter is more than a vector, layers apart: leaves under "blocks" are stacked.
+    The rest (norms, biases, decays) stays float32 and knows no weight decay."""
+    stacked = any(getattr(key, "key", None) == "blocks" for key in path)
+    return leaf.ndim - stacked > 1

@@ -96,26 +96,29 @@ def _forward(q, k, v, first):
     return out, (q, k, v, first, out, lse)
 
 
+def _add(array: jax.Array, index: jax.Array, block: jax.Array) -> jax.Array:
+    return array.at[index].add(block, mode="promise_in_bounds")
+
+
 def _backward(residuals, cotangent):
     q, k, v, first, out, lse = residuals
     blocks = q.shape[1]
-    # XLA would fuse the product into its sum, which is then many times slower.
-    inner = jnp.sum(jax.lax.optimization_barrier(cotangent * out), axis=-2)
 
     def one_row(_, row):
-        q, k, turned, v, first, lse, inner, cotangent = row
+        q, k, turned, v, first, lse, out, cotangent = row
 
         def one_block(carry, block):
-            q, first, lse, inner, cotangent, index = block
+            q, first, lse, out, cotangent, index = block
+            inner = jnp.sum(cotangent * out, axis=1)
 
             def visit(j, carry):
                 d_q, d_k, d_v = carry
                 scores = _scores(q, k[j], first, index, j)
                 weights = jnp.exp(scores - lse[:, None])
-                d_v = d_v.at[j].add(jnp.einsum("gsq,gkq->gsk", weights, cotangent))
+                d_v = _add(d_v, j, jnp.einsum("gsq,gkq->gsk", weights, cotangent))
                 d_weights = jnp.einsum("gsk,gkq->gsq", v[j], cotangent)
                 d_scores = weights * (d_weights - inner[:, None])
-                d_k = d_k.at[j].add(jnp.einsum("gsq,gkq->gsk", d_scores, q))
+                d_k = _add(d_k, j, jnp.einsum("gsq,gkq->gsk", d_scores, q))
                 return d_q + jnp.einsum("gks,gsq->gkq", turned[j], d_scores), d_k, d_v
 
             d_q, d_k, d_v = jax.lax.fori_loop(
@@ -126,11 +129,11 @@ def _backward(residuals, cotangent):
         (d_k, d_v), d_q = jax.lax.scan(
             one_block,
             (jnp.zeros_like(k), jnp.zeros_like(v)),
-            (q, first, lse, inner, cotangent, jnp.arange(blocks)),
+            (q, first, lse, out, cotangent, jnp.arange(blocks)),
         )
         return None, (d_q, d_k, d_v)
 
-    rows = (q, k, k.swapaxes(-1, -2), v, first, lse, inner, cotangent)
+    rows = (q, k, k.swapaxes(-1, -2), v, first, lse, out, cotangent)
     _, (d_q, d_k, d_v) = jax.lax.scan(one_row, None, rows)
     return d_q, d_k, d_v, None
 

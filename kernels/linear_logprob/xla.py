@@ -20,9 +20,9 @@ from kernels.platform import target_platform
 
 Outputs = tuple[jax.Array, jax.Array, jax.Array]
 
-# Elements of logits held at once: about the second-level cache of a core in float32, and on
-# accelerators enough rows to fill their matrix units.
-_BLOCK_ELEMENTS_CPU = 1 << 19
+# Elements of logits held at once: enough rows to fill the matrix units and to pay for a pass over
+# the head's gradient, which every block adds to.
+_BLOCK_ELEMENTS_CPU = 1 << 21
 _BLOCK_ELEMENTS = 1 << 26
 
 

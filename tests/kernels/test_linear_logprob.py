@@ -113,13 +113,13 @@ def test_bfloat16_inputs_accumulate_in_float32():
 
 
 def test_memory_stays_below_one_array_of_logits():
-    hidden, head, ids, weights = example(4096, 8, 2048)
+    hidden, head, ids, weights = example(4096, 8, 16384)
     compiled = (
         jax.jit(jax.grad(lambda h, w: objective(h, w, ids, weights, 1.0, "xla")[0], (0, 1)))
         .lower(hidden, head)
         .compile()
     )
-    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 2048 * 4 / 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 16384 * 4 / 4
 
 
 def test_leading_axes_are_kept_and_bad_shapes_are_refused():
