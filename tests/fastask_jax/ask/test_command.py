@@ -79,9 +79,13 @@ def test_loaded_once_asked_often(book, taught, asked, home) -> None:
             asker.ask(book, "  ")
         with pytest.raises(AskError, match="tokens and the model holds 2,048; ask more briefly"):
             asker.ask(book, "why " * 3000)
-        with pytest.raises(WorkbookError, match="is empty"):
+        with pytest.raises(AskError, match="take at least [0-9,]+ tokens and the model holds"):
+            asker.ask(book, "why " * 1_000_000)
+        with pytest.raises(WorkbookError, match="isn't a file"):
             asker.ask("/dev/null", asked.question)
         assert asker.ask(book, asked.question).answer == "42"
+    with pytest.raises(AskError, match="this asker is closed; make a new one"):
+        asker.ask(book, asked.question)
 
 
 @pytest.mark.parametrize(
