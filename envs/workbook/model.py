@@ -90,6 +90,10 @@ class Workbook:
     def names(self) -> list[str]:
         return [s.name for s in self.sheets]
 
+    def uncalculated(self) -> dict[str, int]:
+        """`Sheet.uncalculated` by sheet, where it isn't 0."""
+        return {s.name: s.uncalculated for s in self.sheets if s.uncalculated}
+
     def find(self, name: str) -> Sheet | None:
         """The sheet of that name, or else the first that differs in case alone, or None."""
         wanted = name.casefold()

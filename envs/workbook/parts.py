@@ -27,7 +27,7 @@ class Parts(ExcelReader):
         super().__init__(file, read_only=True, data_only=True, keep_links=False)
         self.read_manifest()
         self.read_strings()
-        self.shared_strings = _Strings(self.shared_strings)
+        self.shared_strings: list = _Strings(self.shared_strings)
         self.read_workbook()
         apply_stylesheet(self.archive, self.wb)
 

@@ -107,6 +107,7 @@ class Asker:
             stop_reason=trajectory.stop_reason or "no_answer",
             seconds=round(time.perf_counter() - began, 3),
             checkpoint=self.checkpoint,
+            uncalculated=book.uncalculated(),
         )
 
     def _check_length(self, book: Workbook, question: str) -> None:
