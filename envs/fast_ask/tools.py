@@ -73,6 +73,12 @@ def show_value(value: object) -> str:
     return text
 
 
+def _missing(uncalculated: int) -> str:
+    if not uncalculated:
+        return ""
+    return f" ({uncalculated} formula{'s' * (uncalculated > 1)} without results read as empty)"
+
+
 def _quoted(name: str) -> str:
     return name if name.replace("_", "").isalnum() else "'" + name.replace("'", "''") + "'"
 
@@ -136,7 +142,7 @@ class Toolbox:
             used = self._used(sheet)
             color = f" #{sheet.tab_color}" if sheet.tab_color else ""
             place = f"!{used}{color}" if used else " empty"
-            lines.append(_quoted(sheet.name) + place)
+            lines.append(_quoted(sheet.name) + place + _missing(sheet.uncalculated))
         return "\n".join(lines)
 
     def read(self, ranges: list[str], show: int | None = None) -> str:

@@ -95,7 +95,7 @@ def parse_area(text: str) -> tuple[str | None, Area | None, bool]:
             return sheet, None, True
     found = _AREA.fullmatch(rest)
     if not found or not any(found.groups()):
-        if sheet is None and rest and "!" not in rest and ":" not in rest:
+        if sheet is None and rest.strip("'") and "!" not in rest and ":" not in rest:
             return rest.strip("'").replace("''", "'"), None, True
         raise RangeError(f"{text!r} is not a range; write Sheet!A1:C20, Sheet!A:C or Sheet!2:5")
     c1, r1, c2, r2 = found.groups()

@@ -22,6 +22,24 @@ class WorkbookError(ValueError):
     """The file isn't a workbook that can be read; the text says why and what to do."""
 
 
+class Damaged(Exception):
+    """What is wrong inside a file; `damaged` tells it to the user."""
+
+
+def reason(error: Exception) -> str:
+    """The error in one short line."""
+    kind = "" if isinstance(error, Damaged) else f"{type(error).__name__}: "
+    return f"{kind}{error}".split("\n")[0][:200]
+
+
+def damaged(path: Path, error: Exception) -> WorkbookError:
+    """What the user is told of a file that breaks the reader with `error`."""
+    return WorkbookError(
+        f"can't read {path}: the file is damaged ({reason(error)}); open it in a spreadsheet "
+        "program and save it again"
+    )
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a file may hold.
@@ -50,6 +68,8 @@ class Container:
 
 def open_container(path: Path, limits: Limits) -> Container:
     """Opens and checks a file; the caller closes `file`.  Raises WorkbookError or OSError."""
+    if not path.is_file():  # opening a pipe waits for its other end
+        raise WorkbookError(f"{path} isn't a file; give the path of an .xlsx file")
     file = open(path, "rb")
     try:
         _check_kind(path, file.read(1 << 16))
@@ -67,8 +87,7 @@ def open_container(path: Path, limits: Limits) -> Container:
         if isinstance(error, WorkbookError) or not isinstance(error, Exception):
             raise
         # Broken archives make zipfile, zlib and seek raise errors of a dozen kinds.
-        reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-        raise WorkbookError(f"{path} is damaged ({reason})") from error
+        raise damaged(path, error) from error
 
 
 def _check_kind(path: Path, head: bytes) -> None:
@@ -90,6 +109,8 @@ def _check_sizes(path: Path, archive: zipfile.ZipFile, limits: Limits) -> None:
     entries = archive.infolist()
     if any(e.filename.replace("\\", "/").lower() == "xl/workbook.bin" for e in entries):
         raise WorkbookError(f"{path} is a binary .xlsb workbook; save it as plain .xlsx")
+    if not any(e.filename == "[Content_Types].xml" for e in entries):
+        raise WorkbookError(f"{path} is a zip file without a workbook; save it as plain .xlsx")
     if len(entries) > limits.entries:
         raise WorkbookError(
             f"{path} holds {len(entries):,} parts; the limit is {limits.entries:,}. "

@@ -38,12 +38,14 @@ class Sheet:
 
     tab_color: "RRGGBB" or None.
     formats: number format of a whole column, by 1-based column, for the writer.
+    uncalculated: formulas whose result the file doesn't hold; their cells are empty here.
     """
 
     name: str
     rows: dict[int, tuple] = field(default_factory=dict)
     tab_color: str | None = None
     formats: dict[int, str] = field(default_factory=dict)
+    uncalculated: int = 0
 
     def used(self) -> Area | None:
         """The smallest area that holds every filled cell; None for an empty sheet."""
@@ -71,17 +73,32 @@ class Sheet:
 
 @dataclass
 class Workbook:
-    """Sheets in tab order.  Names are unique without regard to case, as in Excel."""
+    """Sheets in tab order.  Names are unique without regard to case, as in Excel.
+
+    Raises ValueError where two are alike.
+    """
 
     sheets: list[Sheet]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for name in self.names():
+            if name.lower() in seen:
+                raise ValueError(f"two sheets are named {name[:40]!r}")
+            seen.add(name.lower())
 
     def names(self) -> list[str]:
         return [s.name for s in self.sheets]
 
+    def uncalculated(self) -> dict[str, int]:
+        """`Sheet.uncalculated` by sheet, where it isn't 0."""
+        return {s.name: s.uncalculated for s in self.sheets if s.uncalculated}
+
     def find(self, name: str) -> Sheet | None:
-        """The sheet of that name (case is ignored, as spreadsheets do), or None."""
+        """The sheet of that name, or else the first that differs in case alone, or None."""
         wanted = name.casefold()
-        return next((s for s in self.sheets if s.name.casefold() == wanted), None)
+        alike = [s for s in self.sheets if s.name.casefold() == wanted]
+        return next((s for s in alike if s.name == name), alike[0] if alike else None)
 
     def __getitem__(self, name: str) -> Sheet:
         sheet = self.find(name)

@@ -13,81 +13,125 @@ import datetime as dt
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs.workbook.a1 import MAX_COLUMN, MAX_ROW
-from envs.workbook.container import Limits, WorkbookError, open_container
+from envs.workbook.a1 import MAX_COLUMN, MAX_ROW, column_letter
+from envs.workbook.container import (
+    Damaged,
+    Limits,
+    WorkbookError,
+    damaged,
+    open_container,
+    reason,
+)
 from envs.workbook.model import CellError, Sheet, Workbook
+
+if TYPE_CHECKING:
+    from envs.workbook.parts import Parts
 
 DATE_FORMAT = "yyyy-mm-dd"
 
 
 def read_workbook(path: str | os.PathLike, limits: Limits | None = None) -> Workbook:
-    """Reads an .xlsx or .xlsm file.  Raises FileNotFoundError or WorkbookError."""
+    """Reads an .xlsx or .xlsm file.  Raises FileNotFoundError or WorkbookError.
+
+    Formulas without a stored result read as empty cells; `Sheet.uncalculated` counts them.
+    """
     path, limits = Path(path), limits or Limits()
     if not path.exists():
         raise FileNotFoundError(f"no such workbook: {path}")
     if path.is_dir():
         raise WorkbookError(f"{path} is a folder; give the path of an .xlsx file")
     container = open_container(path, limits)
-    import openpyxl
+    from envs.workbook.parts import Parts
 
     with container.file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            book = openpyxl.load_workbook(
-                container.file, read_only=True, data_only=True, keep_links=False
-            )
+            parts = Parts(container.file)
             sheets, slots = [], limits.slots
-            for source in book.worksheets:
-                color = container.tab_colors.get(source._worksheet_path.lstrip("/"))
-                sheet, slots = _read_sheet(source, slots)
-                sheet.tab_color = color or None
+            for name, part in parts.worksheets():
+                sheet, slots = _read_sheet(parts, name, part, slots)
+                sheet.tab_color = container.tab_colors.get(part.lstrip("/")) or None
                 sheets.append(sheet)
+            book = _checked(sheets)
         except WorkbookError as error:
             raise WorkbookError(f"{path}: {error}") from error
+        except MemoryError as error:
+            raise WorkbookError(
+                f"{path} takes more memory than there is; split it into smaller workbooks"
+            ) from error
+        except OSError as error:  # so does openpyxl for other kinds of documents
+            raise WorkbookError(
+                f"can't read {path} as a workbook ({reason(error)}); save it as plain .xlsx"
+            ) from error
         except Exception as error:  # openpyxl raises anything from KeyError to expat errors
-            reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            raise WorkbookError(f"can't read {path} as a workbook ({reason})") from error
+            raise damaged(path, error) from error
     if not sheets:
         raise WorkbookError(
-            f"{path} holds no worksheets in the usual form (is it a Strict Open XML file?); "
-            "save it as plain .xlsx"
+            f"{path} holds no worksheets in the usual form (is it all charts, or a Strict Open "
+            "XML file?); save it as plain .xlsx"
         )
-    return Workbook(sheets)
+    return book
 
 
-def _read_sheet(source: Any, slots: int) -> tuple[Sheet, int]:
+def _checked(sheets: list[Sheet]) -> Workbook:
+    """The workbook, if each sheet can be reached by its name."""
+    if not all(sheet.name for sheet in sheets):
+        raise Damaged("a sheet has no name")
+    try:
+        return Workbook(sheets)
+    except ValueError as error:
+        raise Damaged(str(error)) from error
+
+
+def _read_sheet(parts: Parts, name: str, part: str, slots: int) -> tuple[Sheet, int]:
     """The sheet, and what is left of the slots that the book's rows may take."""
-    if not hasattr(source, "reset_dimensions"):
-        raise WorkbookError(f"sheet {source.title!r} is no worksheet")
-    source.reset_dimensions()  # the declared ones are often wrong
-    rows: dict[int, tuple] = {}
-    for cells in source.iter_rows(max_row=MAX_ROW):
-        # Counted before empty ends are cut: a row's width is what it costs to make.
-        slots -= len(cells)
-        if slots < 0:
-            raise WorkbookError(
-                "its rows span more cells than this reader takes; split it into smaller workbooks"
-            )
-        values: list[object] = []
-        number = 0
-        for cell in cells:
-            value = cell.value
-            if value is None:
-                continue
-            number, column = cell.row, cell.column
-            if not (1 <= number <= MAX_ROW and 1 <= column <= MAX_COLUMN):
-                raise WorkbookError(f"a cell stands outside the sheet (row {number})")
-            if cell.data_type == "e":
-                value = CellError(value)
-            elif isinstance(value, dt.datetime) and _is_date_only(value, cell.number_format):
-                value = value.date()
-            values += [None] * (column - len(values))
-            values[column - 1] = value
-        if number:
-            rows[number] = tuple(values)
-    return Sheet(source.title, rows), slots
+    sheet = Sheet(name)
+    try:
+        with parts.archive.open(part) as source:
+            parser = parts.cells(source)
+            for number, cells in parser.parse():
+                # Counted before empty ends are cut: a row's width is what it costs to make.
+                slots -= max((cell["column"] for cell in cells), default=0)
+                if slots < 0:
+                    raise WorkbookError(
+                        "its rows span more cells than this reader takes; split it into smaller "
+                        "workbooks"
+                    )
+                if not 1 <= number <= MAX_ROW:
+                    raise Damaged(f"a row has the number {number}")
+                values = _values(parts, cells)
+                if values and number in sheet.rows:
+                    raise Damaged(f"row {number} is there twice")
+                if values:
+                    sheet.rows[number] = tuple(values)
+            sheet.uncalculated = parser.uncalculated
+    except (WorkbookError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise Damaged(f"sheet {name[:40]!r}: {reason(error)}") from error
+    return sheet, slots
+
+
+def _values(parts: Parts, cells: list[dict[str, Any]]) -> list[object]:
+    """The values of one row from column A to its last filled cell."""
+    values: list[object] = []
+    for cell in cells:
+        value, column = cell["value"], cell["column"]
+        if value is None:
+            continue
+        if column > MAX_COLUMN:
+            raise Damaged(f"row {cell['row']} holds a cell past column XFD")
+        if cell["data_type"] == "e":
+            value = CellError(value)
+        elif isinstance(value, dt.datetime) and _is_date_only(value, parts.number_format(cell)):
+            value = value.date()
+        values += [None] * (column - len(values))
+        if values[column - 1] is not None:
+            raise Damaged(f"cell {column_letter(column)}{cell['row']} is there twice")
+        values[column - 1] = value
+    return values
 
 
 def _is_date_only(value: dt.datetime, number_format: str | None) -> bool:

@@ -21,6 +21,8 @@ class Answer:
         "max_turns", "length" (one turn too long), "token_budget", "context" (no room left).
     seconds: from the question to the answer; compiling, at an asker's first, is part of it.
     checkpoint: the folder of the weights.
+    uncalculated: sheet -> formulas that the model saw as empty cells, since the file holds no
+        result of theirs; sheets without any are left out.
     """
 
     answer: str | None
@@ -32,6 +34,7 @@ class Answer:
     stop_reason: str
     seconds: float
     checkpoint: str
+    uncalculated: dict[str, int]
 
     def to_json(self) -> str:
         """One JSON object on one line, in ASCII."""

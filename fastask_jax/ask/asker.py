@@ -52,6 +52,7 @@ class Asker:
         folder = find_policy(None if checkpoint is None else Path(checkpoint))
         self.checkpoint = str(folder.path)
         self._config = folder.env
+        self._closed = False
         try:
             self._sandbox = Sandbox(sandbox)
         except SandboxUnavailable as error:
@@ -72,15 +73,18 @@ class Asker:
 
     def close(self) -> None:
         """Ends the sandbox and its processes."""
+        self._closed = True
         self._sandbox.close()
 
     def ask(self, book: Workbook | str | os.PathLike[str], question: str) -> Answer:
         """Answers a question about a workbook file, or one already read.
 
         The answer's `answer` is None when the model gives none.  Raises FileNotFoundError and
-        WorkbookError for the file, AskError for an empty question or one that is too long, and
-        when the sandbox fails.
+        WorkbookError for the file, AskError for an empty question or one that is too long, when
+        the sandbox fails, and when the asker is closed.
         """
+        if self._closed:
+            raise AskError("this asker is closed; make a new one to ask more")
         began = time.perf_counter()
         if not isinstance(book, Workbook):
             book = read_workbook(book)
@@ -103,17 +107,23 @@ class Asker:
             stop_reason=trajectory.stop_reason or "no_answer",
             seconds=round(time.perf_counter() - began, 3),
             checkpoint=self.checkpoint,
+            uncalculated=book.uncalculated(),
         )
 
     def _check_length(self, book: Workbook, question: str) -> None:
         policy = self._policy
         shown = _Asked.tools if policy.config.tools_in_prompt else None
         messages = opening(question, book.names(), self._config)
-        length, most = len(policy.chat.encode_prompt(messages, shown)), policy.engine.config.max_len
+        most = policy.engine.config.max_len
+        # Encoding takes long where this bound alone refuses.
+        length, told = sum(policy.chat.least_tokens(m.content) for m in messages), "at least "
+        if length < most:
+            length, told = len(policy.chat.encode_prompt(messages, shown)), ""
         if length >= most:
             raise AskError(
-                f"the question and the sheet names take {length:,} tokens and the model holds "
-                f"{most:,}; ask more briefly, or split the workbook if it has very many sheets"
+                f"the question and the sheet names take {told}{length:,} tokens and the model "
+                f"holds {most:,}; ask more briefly, or split the workbook if it has very many "
+                "sheets"
             )
 
 

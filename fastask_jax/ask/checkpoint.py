@@ -71,10 +71,19 @@ def _settings(folder: Path) -> tuple[FastAskConfig, bool]:
         return FastAskConfig(prompt="short"), False
     try:
         saved: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        env = {k: saved["env"][k] for k in ("prompt", "list_sheets", "max_turns", "max_calls")}
-        return FastAskConfig(**env), bool(saved["rollout"]["tools_in_prompt"])
+        kinds = {"prompt": str, "list_sheets": bool, "max_turns": int, "max_calls": int}
+        env = {name: _typed(saved["env"], name, kind) for name, kind in kinds.items()}
+        return FastAskConfig(**env), _typed(saved["rollout"], "tools_in_prompt", bool)
     except (KeyError, TypeError, ValueError) as error:
         raise AskError(
             f"{path} isn't the config of a training run ({error!r}); to ask this policy without "
             "its run's settings, copy the policy folder to another place"
         ) from None
+
+
+def _typed(section: dict[str, Any], name: str, kind: type) -> Any:
+    """`section[name]`; TypeError where JSON has it in another type."""
+    value = section[name]
+    if type(value) is not kind:
+        raise TypeError(f"{name} is {value!r}, not of type {kind.__name__}")
+    return value

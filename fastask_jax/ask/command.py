@@ -2,6 +2,7 @@
 
 The answer is the first line of what is printed, so a script can take it with `head -1`; then
 come the ranges it was read from and what it took.  With `--json` everything is one JSON object.
+Stderr has a warning where the model couldn't see all of the workbook.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
 from envs.workbook import read_workbook
@@ -31,6 +33,8 @@ def main(book: str, question: str, *, checkpoint: str | None, as_json: bool) -> 
     A question without an answer raises AskError too, in JSON after the object was printed.
     """
     workbook = read_workbook(book)  # a bad file shows before the model is loaded
+    if missing := workbook.uncalculated():
+        print(f"warning: {_uncalculated(book, missing)}", file=sys.stderr)
     with Asker(checkpoint, compile_cache=compile_cache()) as asker:
         answer = asker.ask(workbook, question)
     if as_json:
@@ -72,6 +76,17 @@ def as_text(answer: Answer) -> str:
         f"{_count(answer.cells, 'cell')}, {answer.seconds:.1f} s"
     )
     return "\n".join(lines)
+
+
+def _uncalculated(book: str, missing: dict[str, int]) -> str:
+    """What to say of formulas without results, by sheet."""
+    few = [f"{printable(name)}: {count:,}" for name, count in missing.items()][:5]
+    more = f", {_count(len(missing) - 5, 'more sheet')}" if len(missing) > 5 else ""
+    return (
+        f"{printable(book)} holds {_count(sum(missing.values()), 'formula')} without a stored "
+        f"result ({', '.join(few)}{more}), read as empty; open it in a spreadsheet program and "
+        "save it again"
+    )
 
 
 def printable(text: str) -> str:

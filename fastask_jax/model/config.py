@@ -7,6 +7,7 @@ of head counts left out.  `families.py` says which of these shapes `transformers
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from kernels.attention import IMPLEMENTATIONS
@@ -106,7 +107,10 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "shared_expert_intermediate_size" else 1
-            if type(value) is int and value < least:
+            if type(field.default) is float:
+                if not (isinstance(value, int | float) and 0 < value < math.inf):
+                    raise ValueError(f"{field.name} must be a positive number, got {value!r}")
+            elif type(value) is int and value < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
         for name, kinds in (("mixers", (DELTA, FULL)), ("feed_forwards", (DENSE, MOE))):
             object.__setattr__(self, name, self._pattern(name, kinds))

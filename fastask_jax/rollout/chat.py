@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -127,8 +128,21 @@ class ChatFormat:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; special-token text in it stays text."""
-        clean = text.encode("utf-8", "replace").decode("utf-8")
-        return self._plain.encode(clean, add_special_tokens=False).ids
+        return self._plain.encode(_valid(text), add_special_tokens=False).ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of `len(encode_text(text))`, at a fraction of the time.
+
+        A byte-level vocabulary writes each byte as one character, so no token stands for more
+        characters than its longest entry has.
+        """
+        normalizer = self._plain.normalizer
+        shown = normalizer.normalize_str(_valid(text)) if normalizer else text
+        return -(-len(shown) // self._longest_token)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._plain.get_vocab()))
 
     # -- decoding ---------------------------------------------------------------------------
 
@@ -286,6 +300,11 @@ def _user_probe() -> list[Message]:
         Message("user", "probe again"),
         Message("assistant", "done"),
     ]
+
+
+def _valid(text: str) -> str:
+    """`text` with a question mark for each half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:

@@ -56,6 +56,14 @@ def test_metadata_lists_names_used_ranges_and_tab_colours(box: Box) -> None:
     assert box.malformed == box.cells_read == 0
 
 
+def test_metadata_tells_of_formulas_without_results() -> None:
+    sheets = [Sheet("A", {1: (1,)}, "FACADE", uncalculated=1), Sheet("B", uncalculated=2)]
+    assert Box(Workbook(sheets)).metadata() == (
+        "A!A1 #FACADE (1 formula without results read as empty)\n"
+        "B empty (2 formulas without results read as empty)"
+    )
+
+
 def test_what_metadata_prints_can_be_read(box: Box) -> None:
     for line in box.metadata().splitlines()[1:3]:
         assert not box.ranges(line.split(" #")[0]).startswith("error")

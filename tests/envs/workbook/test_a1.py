@@ -118,6 +118,7 @@ def test_what_is_read(text: str, sheet: str | None, area: Area | None, is_open: 
         "S!A1.5",
         "S!Ａ1",
         "S!A１",
+        "''",
     ],
 )
 def test_what_is_refused_with_a_text_for_the_model(text: str) -> None:

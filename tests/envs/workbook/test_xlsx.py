@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import re
+import socket
 import zipfile
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from hypothesis import strategies as st
 from envs.workbook import (
     Area,
     CellError,
+    Limits,
     Sheet,
     Workbook,
     WorkbookError,
     read_workbook,
     write_xlsx,
 )
+from envs.workbook.container import open_container
 
 ERRORS = ("#N/A", "#DIV/0!", "#REF!", "#VALUE!", "#NAME?", "#NUM!", "#NULL!")
 texts = st.text(
@@ -104,9 +108,20 @@ def test_formulas_give_their_stored_result(tmp_path: Path) -> None:
     book.active["A1"], book.active["A2"] = 3, "=A1*2"
     path = tmp_path / "book.xlsx"
     book.save(path)  # openpyxl stores no results
-    assert read_workbook(path).sheets[0].rows == {1: (3,)}
+    (sheet,) = read_workbook(path).sheets
+    assert (sheet.rows, sheet.uncalculated) == ({1: (3,)}, 1)
     _rewrite(path, lambda name, data: re.sub(rb"<v ?/>", b"<v>6</v>", data))
-    assert read_workbook(path).sheets[0].rows == {1: (3,), 2: (6,)}
+    (sheet,) = read_workbook(path).sheets
+    assert (sheet.rows, sheet.uncalculated) == ({1: (3,), 2: (6,)}, 0)
+
+
+def test_an_empty_text_is_a_result(book: Path) -> None:
+    _with_rows(
+        book,
+        '<row r="1"><c r="A1" t="str"><f>""</f><v></v></c><c r="B1" t="str"><f>""</f></c>'
+        '<c r="C1"><f>1</f></c><c r="D1"/></row>',
+    )
+    assert read_workbook(book).sheets[0].uncalculated == 2
 
 
 def test_an_error_cell_is_not_the_text_of_its_code() -> None:
@@ -188,10 +203,28 @@ def test_a_zip_that_is_no_workbook(tmp_path: Path) -> None:
     path = tmp_path / "other.xlsx"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "hello")
-    assert "can't read" in refusal(path)
+    assert "is a zip file without a workbook" in refusal(path)
+    write_xlsx(Workbook([Sheet("S")]), path)
+    _rewrite(path, lambda name, data: data.replace(b"spreadsheetml.sheet.main", b"document"))
+    assert "can't read" in (said := refusal(path)) and "no valid workbook part" in said
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("xl/workbook.bin", b"\x00")
     assert ".xlsb" in refusal(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "thing.xlsx"
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            server.bind(str(path))
+        else:
+            path = Path("/dev/zero")
+        assert "isn't a file" in refusal(path)
+        with pytest.raises(WorkbookError, match="isn't a file"):
+            open_container(path, Limits())
 
 
 def test_every_cut_of_a_file_is_refused(book: Path) -> None:
@@ -205,6 +238,107 @@ def test_every_cut_of_a_file_is_refused(book: Path) -> None:
 def test_broken_parts(book: Path, part: str) -> None:
     _rewrite(book, lambda name, data: data[: len(data) // 2] if name == part else data)
     assert "can't read" in refusal(book)
+
+
+SAVE_AGAIN = "; open it in a spreadsheet program and save it again"
+MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+
+
+def _with_rows(path: Path, rows: str) -> None:
+    """Puts other rows into the file's first sheet."""
+    sheet = f'<worksheet xmlns="{MAIN}"><sheetData>{rows}</sheetData></worksheet>'.encode()
+    _rewrite(path, lambda name, data: sheet if name.endswith("/sheet1.xml") else data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cause"),
+    [
+        ('<row r="3"><c r="A3"><v>1</v></c></row><row r="2"/><row r="3"><c r="B3"><v>9</v></c>'
+         "</row>", "row 3 is there twice"),
+        ('<row r="2"><c r="A2"><v>1</v></c><c r="A2"><v>2</v></c></row>',
+         "cell A2 is there twice"),
+        ('<row r="0"><c><v>1</v></c></row>', "a row has the number 0"),
+        ('<row r="-1"><c><v>1</v></c></row>', "a row has the number -1"),
+        ('<row r="99999999"><c r="A99999999"><v>1</v></c></row>', "has the number 99999999"),
+        ('<row r="1"><c r="A1"><v>1</v></c><c r="B7"><v>1</v></c></row>',
+         "row 1 holds a cell of row 7"),
+        ('<row r="4"><c r="XFE4"><v>1</v></c></row>', "row 4 holds a cell past column XFD"),
+        ('<row r="4"><c r="ZZZZ4"><v>1</v></c></row>', "cell 'ZZZZ4': ValueError: 'ZZZZ' is not"),
+        ('<row r="4"><c r="A4"><v>NaN</v></c></row>', "cell 'A4': ValueError: invalid literal"),
+        ('<row r="4"><c r="A4" t="s"><v>99</v></c></row>', "'A4': there is no shared string 99"),
+        ('<row r="4"><c t="s"><v>-1</v></c></row>', "'of row 4': there is no shared string -1"),
+        ('<row r="x"/>', "could not convert string to float: 'x'"),
+    ],
+)  # fmt: skip
+def test_damaged_rows_are_named(book: Path, rows: str, cause: str) -> None:
+    _with_rows(book, rows)
+    said = refusal(book)
+    assert said.startswith(f"can't read {book}: the file is damaged (sheet 'S': ")
+    assert cause in said and said.endswith(SAVE_AGAIN)
+
+
+def test_rows_in_any_order_and_without_numbers(book: Path) -> None:
+    _with_rows(
+        book,
+        '<row r="3"><c r="B3"><v>1</v></c><c r="A3"><v>2</v></c></row><row r="1"><c><v>3</v></c>'
+        '</row><row><c><v>4</v></c><c><v>5</v></c></row><row><c r="A9"><v>6</v></c></row>',
+    )
+    rows = read_workbook(book).sheets[0].rows
+    assert rows == {3: (2, 1), 1: (3,), 2: (4, 5), 9: (6,)}
+
+
+def _several(path: Path, *names: str) -> Path:
+    write_xlsx(Workbook([Sheet(name, {1: (name,)}) for name in names]), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("part", "old", "new", "cause"),
+    [
+        ("xl/worksheets/sheet2.xml", b"", None, "the cells of sheet 'Two' are missing"),
+        ("xl/workbook.xml", b'"rId2"', b'"rId77"', "the cells of sheet 'Two' are missing"),
+        ("xl/workbook.xml", b'"rId2"', b'""', "the cells of sheet 'Two' are missing"),
+        ("xl/workbook.xml", b'name="Two"', b'name="one"', "two sheets are named 'one'"),
+        ("xl/workbook.xml", b'name="Two"', b'name=""', "a sheet has no name"),
+    ],
+)
+def test_no_sheet_is_lost(
+    tmp_path: Path, part: str, old: bytes, new: bytes | None, cause: str
+) -> None:
+    path = _several(tmp_path / "book.xlsx", "One", "Two", "Three")
+
+    def change(name: str, data: bytes) -> bytes | None:
+        if name == part:
+            assert old in data
+            return None if new is None else data.replace(old, new)
+        return data
+
+    _rewrite(path, change)
+    said = refusal(path)
+    assert f"the file is damaged ({cause}" in said and said.endswith(SAVE_AGAIN)
+
+
+def test_names_that_spreadsheet_programs_tell_apart_are_all_found(tmp_path: Path) -> None:
+    book = read_workbook(_several(tmp_path / "book.xlsx", "Strasse", "Straße"))
+    assert [book[name].rows[1] for name in book.names()] == [("Strasse",), ("Straße",)]
+    assert book["STRASSE"].name == "Strasse"
+    with pytest.raises(ValueError, match="two sheets are named 'orders'"):
+        Workbook([Sheet("Orders"), Sheet("orders")])
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_chart_sheets_are_not_read(tmp_path: Path, damage: bool) -> None:
+    path = tmp_path / "book.xlsx"
+    book = openpyxl.Workbook()
+    book.active["A1"] = 5
+    book.create_chartsheet("Chart", 0)
+    book.save(path)
+    if damage:
+        _rewrite(path, lambda name, data: b"<" if "chartsheets/" in name else data)
+    assert [(s.name, s.rows) for s in read_workbook(path).sheets] == [("Sheet", {1: (5,)})]
+    book.remove(book["Sheet"])
+    book.save(path)
+    assert "all charts" in refusal(path)
 
 
 def test_flipped_bytes_never_raise_anything_else(book: Path) -> None:

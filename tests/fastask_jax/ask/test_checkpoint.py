@@ -47,6 +47,25 @@ def test_a_run_with_a_strange_config_is_refused(tmp_path) -> None:
         find_policy(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("prompt", None, "str"),
+        ("list_sheets", "no", "bool"),
+        ("max_turns", 2.5, "int"),
+        ("max_calls", True, "int"),
+        ("tools_in_prompt", 1, "bool"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(tmp_path, name, value, kind) -> None:
+    policy(tmp_path / "policy")
+    saved = json.loads(settings())
+    saved["rollout" if name == "tools_in_prompt" else "env"][name] = value
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(AskError, match=f"{name} is {value!r}, not of type {kind}"):
+        find_policy(tmp_path)
+
+
 def test_what_is_no_checkpoint_says_what_is(tmp_path) -> None:
     with pytest.raises(AskError, match="no checkpoint at .*run directory of a finished training"):
         find_policy(tmp_path / "typo")

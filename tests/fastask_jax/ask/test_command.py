@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openpyxl
 import pytest
 
 from envs.workbook import WorkbookError, read_workbook
@@ -18,7 +19,7 @@ from fastask_jax.ask.command import printable
 ROOT = Path(__file__).parents[3]
 FIELDS = {
     "answer", "raw", "evidence", "turns", "cells", "tool_calls", "stop_reason", "seconds",
-    "checkpoint",
+    "checkpoint", "uncalculated",
 }  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
         "tool_calls": 3,
         "stop_reason": "answered",
         "checkpoint": str(taught / "policy"),
+        "uncalculated": {},
     }
 
 
@@ -79,9 +81,33 @@ def test_loaded_once_asked_often(book, taught, asked, home) -> None:
             asker.ask(book, "  ")
         with pytest.raises(AskError, match="tokens and the model holds 2,048; ask more briefly"):
             asker.ask(book, "why " * 3000)
-        with pytest.raises(WorkbookError, match="is empty"):
+        with pytest.raises(AskError, match="take at least [0-9,]+ tokens and the model holds"):
+            asker.ask(book, "why " * 1_000_000)
+        with pytest.raises(WorkbookError, match="isn't a file"):
             asker.ask("/dev/null", asked.question)
         assert asker.ask(book, asked.question).answer == "42"
+    with pytest.raises(AskError, match="this asker is closed; make a new one"):
+        asker.ask(book, asked.question)
+
+
+@pytest.mark.slow
+def test_formulas_without_results_are_told(blank, tmp_path, home, capsys) -> None:
+    book = openpyxl.Workbook()
+    book.active["A1"], book.active["A2"] = "=1+1", "=A1"
+    for n in range(6):
+        book.create_sheet(f"S{n}")["B2"] = f"={n}"
+    path = tmp_path / "book.xlsx"
+    book.save(path)
+    words = ["ask", str(path), "How many?", "--checkpoint", str(blank), "--json"]
+    assert cli.main(words) == 1  # random weights give no answer
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[0] == (
+        f"warning: {path} holds 8 formulas without a stored result (Sheet: 2, S0: 1, S1: 1, "
+        "S2: 1, S3: 1, 2 more sheets), read as empty; open it in a spreadsheet program and save "
+        "it again"
+    )
+    counts = {"Sheet": 2} | {f"S{n}": 1 for n in range(6)}
+    assert json.loads(shown.out)["uncalculated"] == counts
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from envs.core import Message, ToolCall, ToolSpec
 from fastask_jax.rollout.chat import ChatFormat, ChatFormatError
@@ -128,6 +129,20 @@ def test_any_tool_result_round_trips(chat, text, second):
     decoded = chat.decode(chat.encode_observation(messages))
     assert decoded.startswith("\n<|im_start|>user\n<tool_response>\n" + text)
     assert decoded.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.text(max_size=60), st.text("e\u0301\u1100\u1161\u11a8\ud83d ", max_size=60)))
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_no_text_takes_fewer_tokens_than_the_bound(tokenizer, normalizer, text):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    chat = ChatFormat(tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    longest = chat.decode([vocabulary[max(vocabulary, key=len)]])
+    for some in (text, longest, longest * 3 + text):
+        assert chat.least_tokens(some) <= len(chat.encode_text(some))
+    assert chat.least_tokens("why " * 10_000) > 500
 
 
 def test_reply_round_trips_through_ids(chat):
