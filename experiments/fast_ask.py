@@ -27,12 +27,12 @@ from envs.fast_ask.env import FastAskConfig
 from envs.fast_ask.tools import TOOLS
 from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
-from experiments.config import format_config, option, parse, run_main, save_config
+from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
 from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
-from fastask_jax.model import PRESETS, ModelConfig, load_params, save_params
+from fastask_jax.model import PRESETS, ModelConfig, check_finite, load_params, save_params
 from fastask_jax.model.lora import LoraConfig, init_adapters, merge_adapters
 from fastask_jax.model.mesh import MeshConfig
 from fastask_jax.model.peft import check_peft, save_adapter
@@ -169,7 +169,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     """Loads the policy, onto a mesh if one is given, and starts the environment pool; both end
     with the block.
 
-    Raises FileNotFoundError or ValueError for weights that are missing or don't fit the model.
+    Raises FileNotFoundError or ValueError for weights that are missing, don't fit the model or
+    aren't finite.
     """
     wanted = PRESETS[config.model]
     source = config.source
@@ -180,6 +181,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     model = replace(model, **{name: getattr(wanted, name) for name in _HOW_IT_RUNS})
     if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
+    check_finite(params, f"the weights in {source}")
     chat = ChatFormat(load_tokenizer(source))
     settings = (config.env, config.sandbox)
     with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
@@ -195,6 +197,8 @@ def train(
     With several processes those are process 0's to return; the others have none.
     """
     began = time.monotonic()
+    if is_main():
+        check_place(config, config.run_dir)
     mesh = config.mesh.make()
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
     with build(config, mesh) as built:
