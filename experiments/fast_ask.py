@@ -225,6 +225,14 @@ def train(
             eval_tasks=heldout,
             on_eval=on_eval,
             on_start=lambda: save_config(config, config.run_dir),
+            # Of the engine and the sandbox, what the policy notices.
+            settings={
+                "env": config.env,
+                "engine.max_len": config.engine.max_len,
+                "sandbox.output_chars": config.sandbox.output_chars,
+                "sandbox.code_chars": config.sandbox.code_chars,
+            },
+            began=began,
         )
         state = trainer.run(params, config.resume)
     if lora.rank:
@@ -241,7 +249,7 @@ def train(
         dtype=model.dtype, extras=tokenizer.save_pretrained,
     )  # fmt: skip
     return Channel("results").run(
-        "comparing policies", lambda: compare(config, heldout, began) if is_main() else {}
+        "comparing policies", lambda: compare(config, heldout, trainer.began) if is_main() else {}
     )
 
 
@@ -257,7 +265,9 @@ def _fits_peft(model: ModelConfig, lora: LoraConfig) -> bool:
 
 
 def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[Record]]:
-    """Writes summary and plot of a finished run; returns the records of each policy."""
+    """Writes summary and plot of a finished run; returns the records of each policy.
+
+    began: see `Trainer`."""
     policies: dict[str, list[Record]] = {}
     if heldout:
         policies = {
