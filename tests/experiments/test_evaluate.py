@@ -1,7 +1,9 @@
 """Evaluating a checkpoint: what would make its numbers those of something else is refused."""
 
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from experiments.config import UsageError, save_config
@@ -81,3 +83,13 @@ def test_an_evaluation_leaves_its_results(tmp_path, capsys) -> None:
     for _ in range(2):  # again in its own place
         main(words)
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", "summary.json", "evals"}
+
+
+def test_weights_that_are_not_finite_are_not_evaluated(tmp_path) -> None:
+    weights = shutil.copytree(TINY.source, tmp_path / "weights")
+    file = weights / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + np.float32("nan").tobytes())
+    words = ["--policies=base", f"--train.weights={weights}", f"--run-dir={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match="weights aren't all finite"):
+        main(words)
+    assert not (tmp_path / "run").exists()

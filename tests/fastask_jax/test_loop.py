@@ -355,6 +355,19 @@ def test_a_resumed_run_counts_the_time_of_its_earlier_sessions(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [0]
 
 
+def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(tmp_path):
+    weights, zero = {"w": jnp.array([1.0, jnp.nan])}, jnp.int32(0)
+    state = TrainState(params=weights, opt_state={}, step=zero, version=zero)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"step": 1, "cursor": 0, "settings": {}})
+    resumed = trainer(tmp_path)
+    resumed.step_fn = SimpleNamespace(
+        lora=None, objective=None, abstract=lambda params: jax.tree.map(jax.typeof, state)
+    )
+    with pytest.raises(ValueError, match="weights of step 1 in .* aren't all finite"):
+        resumed.run(None, resume=True)
+
+
 @pytest.mark.slow
 def test_a_finished_run_resumed_keeps_its_time(finished, tmp_path):
     place = tmp_path / "run"
