@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import shutil
 import sys
@@ -51,6 +52,7 @@ from fastask_jax._exit import Interrupted, UsageError, resumable
 __all__ = [
     "Interrupted",
     "UsageError",
+    "check_place",
     "format_config",
     "from_dict",
     "from_json",
@@ -282,20 +284,32 @@ def _leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def check_place(config: Any, run_dir: str | Path) -> None:
+    """Raises FileExistsError where `run_dir` holds what this config's experiment would replace:
+    a training run, unless the config resumes it, or the run of an experiment with other fields.
+    """
+    folder = Path(run_dir)
+    resume = getattr(config, "resume", None)
+    lines = folder / "metrics.jsonl"
+    if not resume and lines.exists() and lines.stat().st_size:
+        go_on = "" if resume is None else "continue it with --resume true, or "
+        raise FileExistsError(f"{folder} holds an earlier run: {go_on}give another --run-dir")
+    try:
+        held = json.loads((folder / "config.json").read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return
+    known = {field.name for field, _ in fields_of(type(config))}
+    if isinstance(held, dict) and not set(held) <= known:
+        raise FileExistsError(f"{folder} holds another experiment's run: give another --run-dir")
+
+
 def save_config(config: Any, run_dir: str | Path) -> Path:
     """Writes `run_dir/config.json`, making the folder; atomic, so a crash leaves no half file.
 
-    Raises FileExistsError where a config that could resume a run (it has a field `resume`) would
-    instead replace that of an earlier run.
+    Raises FileExistsError where `check_place` does.
     """
+    check_place(config, run_dir)
     folder = Path(run_dir)
-    if not getattr(config, "resume", True):
-        lines = folder / "metrics.jsonl"
-        if lines.exists() and lines.stat().st_size:
-            raise FileExistsError(
-                f"{folder} holds an earlier run: continue it with --resume true, or give another "
-                "--run-dir"
-            )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     scratch = folder / "config.json.part"

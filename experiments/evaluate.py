@@ -9,11 +9,12 @@ the training temperature unless --temperature says otherwise (0 is greedy).
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.config import format_config, option, parse, run_main, save_config
+from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from experiments.fast_ask import PRESET_CONFIGS, Config, build, show
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
 from fastask_jax.loop import Record, write_records
@@ -38,10 +39,14 @@ class EvaluateConfig:
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
             raise ValueError(f"policies are of {', '.join(POLICIES)}, not {self.policies}")
+        if len(set(self.policies)) < len(self.policies):
+            raise ValueError(f"policies names one twice: {', '.join(self.policies)}")
         if "trained" in self.policies and self.checkpoint is None:
             raise ValueError("policy trained needs --checkpoint RUN")
         if self.tasks < 1:
             raise ValueError("tasks must be at least 1")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, not {self.temperature}")
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
@@ -81,13 +86,14 @@ def check_asked_as_trained(folder: PolicyFolder, run: Config) -> None:
 def main(argv: list[str]) -> None:
     config = parse(EvaluateConfig, argv, prog="python -m experiments.evaluate")
     print(format_config(config), flush=True)
+    check_place(config, config.run_dir)
     began = time.monotonic()
-    save_config(config, config.run_dir)
     found = evaluate(config)
+    show(found)
+    save_config(config, config.run_dir)
     for name, records in found.items():
         write_records(config.run_dir, name, records)
     write_summary(config.run_dir, found, steps=0, wall_seconds=time.monotonic() - began)
-    show(found)
 
 
 if __name__ == "__main__":

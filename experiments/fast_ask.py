@@ -27,12 +27,12 @@ from envs.fast_ask.env import FastAskConfig
 from envs.fast_ask.tools import TOOLS
 from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
-from experiments.config import format_config, option, parse, run_main, save_config
+from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
 from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
-from fastask_jax.model import PRESETS, ModelConfig, load_params, save_params
+from fastask_jax.model import PRESETS, ModelConfig, check_finite, load_params, save_params
 from fastask_jax.model.lora import LoraConfig, init_adapters, merge_adapters
 from fastask_jax.model.mesh import MeshConfig
 from fastask_jax.model.peft import check_peft, save_adapter
@@ -169,7 +169,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     """Loads the policy, onto a mesh if one is given, and starts the environment pool; both end
     with the block.
 
-    Raises FileNotFoundError or ValueError for weights that are missing or don't fit the model.
+    Raises FileNotFoundError or ValueError for weights that are missing, don't fit the model or
+    aren't finite.
     """
     wanted = PRESETS[config.model]
     source = config.source
@@ -180,6 +181,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     model = replace(model, **{name: getattr(wanted, name) for name in _HOW_IT_RUNS})
     if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
+    check_finite(params, f"the weights in {source}")
     chat = ChatFormat(load_tokenizer(source))
     settings = (config.env, config.sandbox)
     with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
@@ -195,6 +197,8 @@ def train(
     With several processes those are process 0's to return; the others have none.
     """
     began = time.monotonic()
+    if is_main():
+        check_place(config, config.run_dir)
     mesh = config.mesh.make()
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
     with build(config, mesh) as built:
@@ -221,6 +225,14 @@ def train(
             eval_tasks=heldout,
             on_eval=on_eval,
             on_start=lambda: save_config(config, config.run_dir),
+            # Of the engine and the sandbox, what the policy notices.
+            settings={
+                "env": config.env,
+                "engine.max_len": config.engine.max_len,
+                "sandbox.output_chars": config.sandbox.output_chars,
+                "sandbox.code_chars": config.sandbox.code_chars,
+            },
+            began=began,
         )
         state = trainer.run(params, config.resume)
     if lora.rank:
@@ -237,7 +249,7 @@ def train(
         dtype=model.dtype, extras=tokenizer.save_pretrained,
     )  # fmt: skip
     return Channel("results").run(
-        "comparing policies", lambda: compare(config, heldout, began) if is_main() else {}
+        "comparing policies", lambda: compare(config, heldout, trainer.began) if is_main() else {}
     )
 
 
@@ -253,7 +265,9 @@ def _fits_peft(model: ModelConfig, lora: LoraConfig) -> bool:
 
 
 def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[Record]]:
-    """Writes summary and plot of a finished run; returns the records of each policy."""
+    """Writes summary and plot of a finished run; returns the records of each policy.
+
+    began: see `Trainer`."""
     policies: dict[str, list[Record]] = {}
     if heldout:
         policies = {

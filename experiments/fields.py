@@ -133,6 +133,8 @@ def read_value(kind: Any, text: str) -> Any:
         except ValueError:
             raise ValueError(f"expected a number, got {text!r}") from None
     if inner is Path:
+        if not text.strip():
+            raise ValueError("expected a path, got nothing")
         return Path(text)
     return text
 

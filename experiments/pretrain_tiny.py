@@ -19,6 +19,7 @@ tokens goes on from the last checkpoint.  Left out: validation by rollouts (see 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -41,11 +42,12 @@ from transformers import PreTrainedTokenizerFast
 
 from envs.fast_ask import StreamConfig
 from envs.fast_ask.env import FastAskConfig
-from experiments.config import format_config, option, parse, run_main, save_config
+from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from experiments.tiny_corpus import Piece, recital, train_tokenizer, transcripts
 from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.model import (
     PRESETS,
+    check_finite,
     forward,
     init_params,
     load_balance_loss,
@@ -77,7 +79,18 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay <= 1:
-            raise ValueError("decay is a share between 0 and 1")
+            raise ValueError(f"decay is a share between 0 and 1, not {self.decay}")
+        for name in (
+            "vocab_size", "tokens", "rows", "row_length", "warmup_steps", "transcripts",
+            "save_every",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("learning_rate", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be 0 or more and finite, not {getattr(self, name)}"
+                )
 
     @property
     def steps(self) -> int:
@@ -165,6 +178,8 @@ def loss_fn(model, params, batch):
 def main(config: Config) -> int:
     if config.tokenizer:
         return write_tokenizer(config)
+    if config.export is None:
+        check_place(config, config.run_dir)
     model = replace(PRESETS["tiny"], vocab_size=config.vocab_size)
     checkpoints = Checkpointer(config.run_dir)
     # `tokens` may change between calls, so the rate is a function of the step, not of the config
@@ -231,6 +246,7 @@ def main(config: Config) -> int:
             print(json.dumps(line), flush=True)
             sums = []
         if (step + 1) % config.save_every == 0 or step + 1 == steps:
+            check_finite(state[0], f"the weights of step {step + 1}")
             checkpoints.save(step + 1, state, {})
     checkpoints.close()
     producer.terminate()

@@ -31,6 +31,9 @@ class Quickstart:
     steps: int = option(PRESET_CONFIGS["tiny"].loop.steps, "updates")
     eval_tasks: int = option(128, "held-out tasks of an evaluation")
 
+    def __post_init__(self) -> None:
+        self.config()  # checks the numbers
+
     def config(self) -> Config:
         tiny = PRESET_CONFIGS["tiny"]
         return dataclasses.replace(
@@ -41,7 +44,11 @@ class Quickstart:
             loop=dataclasses.replace(
                 tiny.loop, steps=self.steps, seed=self.seed, eval_tasks=self.eval_tasks
             ),
-            optimizer=dataclasses.replace(tiny.optimizer, decay_steps=self.steps),
+            optimizer=dataclasses.replace(
+                tiny.optimizer,
+                warmup_steps=min(tiny.optimizer.warmup_steps, self.steps),
+                decay_steps=self.steps,
+            ),
         )
 
 

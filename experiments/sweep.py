@@ -117,6 +117,8 @@ def parse_sweep(argv: Sequence[str]) -> Sweep:
             if not words:
                 raise UsageError(f"{flag} needs a value")
             value = words.pop(0)
+        if not value.strip():
+            raise UsageError(f"{flag} needs a value")
         if flag == "--grid":
             field, values = _grid(value)
             grid[field] = values

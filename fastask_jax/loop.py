@@ -16,10 +16,12 @@ rollouts, and plots (`fastask_jax.report`).
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,11 @@ from fastask_jax.learn import (
     results,
 )
 from fastask_jax.learn.checkpoint import Checkpointer
+from fastask_jax.model import check_finite
 from fastask_jax.model.lora import fingerprint
 from fastask_jax.report import metrics as names
 from fastask_jax.report.jsonl import plain
-from fastask_jax.report.metrics import MetricsWriter, eval_values
+from fastask_jax.report.metrics import MetricsWriter, eval_values, read_metrics
 from fastask_jax.report.progress import Progress
 from fastask_jax.report.summary import summarize
 from fastask_jax.report.traces import TraceWriter
@@ -55,7 +58,7 @@ class LoopConfig:
     """The run's length and its batches.
 
     steps: updates.  batch_size: rollouts of a step; a multiple of group_size.
-    group_size: copies of a task, the group that advantages are centred in.
+    group_size: copies of a task, at least 2: the group that advantages are centred in.
     refill_rounds: how often groups without signal (all rewards equal) are replaced by new tasks
         within a step.
     eval_every: steps between evaluations; one is made before the first step and after the last.
@@ -93,6 +96,11 @@ class LoopConfig:
                 raise ValueError(f"loop.{name} must be 0 or more, not {getattr(self, name)}")
         if not self.gap_alarm > 0:
             raise ValueError(f"loop.gap_alarm must be above 0, not {self.gap_alarm}")
+        if self.group_size < 2:
+            raise ValueError(
+                "loop.group_size must be at least 2, not 1: an advantage compares the rollouts of "
+                "a group, so one alone teaches nothing"
+            )
         if self.batch_size % self.group_size:
             near = max(1, round(self.batch_size / self.group_size)) * self.group_size
             raise ValueError(
@@ -103,7 +111,13 @@ class LoopConfig:
 
 @dataclass
 class Trainer:
-    """One run.  `stream` deals tasks by `take(count)` and has an int `cursor`."""
+    """One run.  `stream` deals tasks by `take(count)` and has an int `cursor`.
+
+    settings: configs by name, those that the trainer doesn't know itself and without which the
+    run would be another one (`env`); a resumed run must have the same.
+    began: when the run began, on this process's `time.monotonic`; `run` takes off what earlier
+    sessions of a resumed run took.
+    """
 
     config: LoopConfig
     run_dir: Path
@@ -114,6 +128,8 @@ class Trainer:
     eval_tasks: Sequence[Any]
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
     _checkpoints: Checkpointer = field(init=False)
     _base: dict[str, Any] = field(init=False, default_factory=dict)  # of a run with LoRA
     _channel: Channel = field(init=False)
@@ -131,30 +147,22 @@ class Trainer:
     def run(self, params: Any, resume: bool = False) -> TrainState:
         """Trains from `params`, or on from the last committed checkpoint; returns the state.
 
-        Raises FileExistsError when the run directory holds a run and `resume` is false, and
-        ValueError when it can't be resumed with these settings.
+        Raises FileExistsError when the run directory holds a run and `resume` is false,
+        BlockingIOError while that run still runs, and ValueError when it can't be resumed with
+        these settings.
         """
-        if self.step_fn.lora is not None:
-            weights = int(fingerprint(self.step_fn.frozen))
-            self._base = {"lora.alpha": self.step_fn.lora.alpha, "fingerprint of weights": weights}
-        restored, done = None, None
-        if resume:
-            restored = self._checkpoints.restore_latest(self.step_fn.abstract(params))
-        if restored is None:
-            state = self.step_fn.init(params)
-        else:
-            state, done = restored.state, int(restored.host_state["step"])
-            self._check_resumable(done, restored.host_state.get("settings", {}))
-            self.stream.cursor = int(restored.host_state["cursor"])
         with ExitStack() as stack:
             stack.enter_context(self._checkpoints)
             # Refusals of process 0 (the directory holds another run) stop the others too.
-            metrics, traces, progress = self._channel.run(
-                "opening the run's files", lambda: self._open(stack, done, resume)
+            metrics = self._channel.run("taking the run", lambda: self._take(stack, resume))
+            state, done = self._begin(params, resume)
+            traces, progress = self._channel.run(
+                "opening the run's files", lambda: self._open(stack, metrics, done, resume)
             )
             stack.enter_context(resumable(self.run_dir))
             if done is None:
-                metrics.write(0, self._evaluate(state, 0, progress))
+                values = self._evaluate(state, 0, progress)
+                metrics.write(0, values | self._wall())
                 self._save(0, state)
             for step in range((done or 0) + 1, self.config.steps + 1):
                 state, values = self._step(step, state, traces)
@@ -163,23 +171,51 @@ class Trainer:
                     progress.note(f"step {step}: {warning}")
                 if step % self.config.eval_every == 0 or step == self.config.steps:
                     values |= self._evaluate(state, step, progress)
-                metrics.write(step, values)
+                metrics.write(step, values | self._wall())
                 progress.update(step, values)
                 if step % self.config.save_every == 0 or step == self.config.steps:
                     self._save(step, state)
         return state
 
-    def _open(self, stack: ExitStack, done: int | None, resume: bool) -> tuple[Any, Any, Any]:
-        """The writers of metrics and traces and the progress bar; silent but on process 0."""
+    def _wall(self) -> dict[str, float]:
+        return {names.WALL_SECONDS: time.monotonic() - self.began}
+
+    def _take(self, stack: ExitStack, resume: bool) -> Any:
+        """The writer of metrics, whose lock keeps other starts out.  What an earlier session has
+        written stays, until it is clear that this one may go on."""
         if not is_main():
-            return Quiet(), Quiet(), Quiet()
-        self.on_start()
+            return Quiet()
+        return stack.enter_context(MetricsWriter(self.run_dir, sys.maxsize if resume else None))
+
+    def _begin(self, params: Any, resume: bool) -> tuple[TrainState, int | None]:
+        """The state to start from, and the steps that it has behind it; None for a new run."""
+        if self.step_fn.lora is not None:
+            weights = int(fingerprint(self.step_fn.frozen))
+            self._base = {"lora.alpha": self.step_fn.lora.alpha, "fingerprint of weights": weights}
+        restored = None
+        if resume:
+            restored = self._checkpoints.restore_latest(self.step_fn.abstract(params))
+        if restored is None:
+            return self.step_fn.init(params), None
+        done = int(restored.host_state["step"])
+        self._check_resumable(done, restored.host_state.get("settings", {}))
+        check_finite(restored.state.params, f"the weights of step {done} in {self.run_dir}")
+        self.stream.cursor = int(restored.host_state["cursor"])
+        return restored.state, done
+
+    def _open(self, stack: ExitStack, metrics: Any, done: int | None, resume: bool) -> Any:
+        """The writer of traces and the progress bar; silent but on process 0."""
+        if not is_main():
+            return Quiet(), Quiet()
         kept = self._kept(done, resume)
-        return (
-            stack.enter_context(MetricsWriter(self.run_dir, kept)),
-            stack.enter_context(TraceWriter(self.run_dir, kept)),
-            stack.enter_context(Progress(self.config.steps, done or 0)),
-        )
+        traces = stack.enter_context(TraceWriter(self.run_dir, kept))
+        self.on_start()
+        if kept is not None:
+            lines = read_metrics(self.run_dir)
+            # Also what a kill undid was time of the run.
+            self.began -= lines[-1].get(names.WALL_SECONDS, 0.0) if lines else 0.0
+            metrics.cut(kept)
+        return traces, stack.enter_context(Progress(self.config.steps, done or 0))
 
     @staticmethod
     def _kept(done: int | None, resume: bool) -> int | None:
@@ -191,16 +227,24 @@ class Trainer:
         self._checkpoints.save(step, state, host_state)
 
     def _settings(self) -> dict[str, Any]:
-        """What decides which tasks a run sees and what it samples; the same for its whole life.
+        """What decides which tasks a run sees, what it samples, how that is rewarded and what is
+        learned from it; the same for its whole life.
 
-        The optimizer is no part of it: a run that diverged goes on with a lower rate.  With LoRA
-        the weights that aren't trained are, as no checkpoint holds them.
+        The optimizer is no part of it: a run that diverged goes on with a lower rate.  Neither is
+        what a run on another machine or mesh needs otherwise.  With LoRA the weights that aren't
+        trained are, as no checkpoint holds them.
         """
         names = ("seed", "batch_size", "group_size", "refill_rounds", "eval_tasks")
         found = {f"loop.{name}": getattr(self.config, name) for name in names}
-        stream = getattr(self.stream, "config", None)
-        if stream is not None:
-            found |= {f"tasks.{name}": value for name, value in plain(stream).items()}
+        found["pack.row_lengths"] = plain(self.pack_config.row_lengths)
+        configs = dict(self.settings)
+        configs["tasks"] = getattr(self.stream, "config", None)
+        configs["rollout"] = getattr(self.actor, "config", None)
+        configs["objective"] = getattr(self.step_fn, "objective", None)
+        for name, config in configs.items():
+            if config is not None:
+                found |= dict(_flat(name, config))
+        found.pop("rollout.stall_timeout", None)
         return found | self._base
 
     def _check_resumable(self, done: int, saved: Record) -> None:
@@ -235,7 +279,7 @@ class Trainer:
             values: dict[str, Any] = results(learned)
             if values["optim/skipped"]:
                 raise FloatingPointError(
-                    f"step {step}: the gradient isn't finite; the last checkpoint is intact. "
+                    f"step {step}: the update isn't finite; the last checkpoint is intact. "
                     "Resume from it with a lower optimizer.learning_rate"
                 )
         else:
@@ -313,6 +357,17 @@ class Trainer:
             f"({summary['low']:.1%} to {summary['high']:.1%}), reward {summary['mean_reward']:.3f}"
         )
         return eval_values(summary)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a config under dotted names, as JSON gives them back."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _flat(f"{name}.{part.name}", getattr(value, part.name))
+    elif isinstance(value, float) and math.isinf(value):
+        yield name, str(value)
+    else:
+        yield name, plain(value)
 
 
 def gap_warning(values: Record, alarm: float) -> str | None:

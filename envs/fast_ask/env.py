@@ -7,6 +7,7 @@ a zygote that was started before any task existed.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,9 @@ class FastAskConfig:
     def __post_init__(self) -> None:
         if self.max_turns < 1 or self.max_calls < 1:
             raise ValueError("max_turns and max_calls must be at least 1")
+        for name in ("correct_weight", "efficiency_weight", "concise_weight"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, not {getattr(self, name)}")
         if not 0 <= self.concise_free < self.concise_limit:
             raise ValueError("concise_free must be at least 0 and below concise_limit")
         if self.prompt not in ("full", "short"):

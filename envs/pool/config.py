@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from envs.core import Message, Score, Step
+
+MAX_WORKERS = 1024
 
 
 class PoolError(RuntimeError):
@@ -18,7 +21,7 @@ class PoolError(RuntimeError):
 class PoolConfig:
     """Settings of an `EnvPool`; all times in seconds.
 
-    workers: processes; each holds many live episodes and one shared factory.
+    workers: processes, at most 1024; each holds many live episodes and one shared factory.
     call_timeout: how long one reset or step (with the score) may run before the worker is
         killed.  Time spent queueing behind other episodes doesn't count.
     start_timeout: how long a worker may take to import the factory and call it.
@@ -51,6 +54,16 @@ class PoolConfig:
         for name in ("workers", "worker_faults"):
             if getattr(self, name) < 1:
                 raise ValueError(f"PoolConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.workers > MAX_WORKERS:
+            raise ValueError(
+                f"PoolConfig.workers must be at most {MAX_WORKERS}, got {self.workers}"
+            )
+        for name in (
+            "call_timeout", "start_timeout", "heartbeat_interval", "heartbeat_timeout",
+            "close_timeout",
+        ):  # fmt: skip
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"PoolConfig.{name} must be finite, got {getattr(self, name)}")
         for name in ("max_retries", "error_budget", "error_rate", "close_timeout"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"PoolConfig.{name} must be 0 or more, got {getattr(self, name)}")

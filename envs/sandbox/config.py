@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Walls without which there is no session.
@@ -47,13 +48,15 @@ class SandboxConfig:
     allow_unsafe_python: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.soft_seconds < self.hard_seconds:
+        if not 0 < self.soft_seconds < self.hard_seconds < math.inf:
             raise ValueError(
-                "0 < soft_seconds < hard_seconds must hold, got "
+                "0 < soft_seconds < hard_seconds, both finite, must hold, got "
                 f"{self.soft_seconds} and {self.hard_seconds}"
             )
-        if self.start_seconds < 0:
-            raise ValueError(f"start_seconds must not be negative, got {self.start_seconds}")
+        if not 0 <= self.start_seconds < math.inf:
+            raise ValueError(
+                f"start_seconds must be 0 or more and finite, got {self.start_seconds}"
+            )
         if self.memory_mb < 128:
             raise ValueError(f"memory_mb must be at least 128, got {self.memory_mb}")
         if not 0 <= self.spares <= 16:

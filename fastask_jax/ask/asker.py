@@ -167,7 +167,7 @@ def _keep_compiled(folder: Path) -> None:
 
 def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:
     """Raises AskError for files that don't load or don't belong together."""
-    from fastask_jax.model import load_params
+    from fastask_jax.model import check_finite, load_params
     from fastask_jax.model.tokenizers import load_tokenizer
     from fastask_jax.policies.engine import EnginePolicy
     from fastask_jax.rollout.chat import ChatFormat
@@ -176,6 +176,7 @@ def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:
 
     try:
         model, params = load_params(folder.path)
+        check_finite(params, "its weights")
         chat = ChatFormat(load_tokenizer(folder.path))
     except Exception as error:  # tokenizers raise bare Exceptions
         raise AskError(f"the checkpoint {folder.path} can't be loaded: {error}") from error

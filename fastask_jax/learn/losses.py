@@ -16,6 +16,7 @@ tokens (`objective.py`); the forward pass (`score.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -68,6 +69,8 @@ class LossConfig:
             low = 1.0 if field.name == "dual_clip" else 0.0
             if not value >= low:
                 raise ValueError(f"loss {field.name} must be at least {low:g}, not {value}")
+            if field.name == "ipo_tau" and math.isinf(value):
+                raise ValueError("loss ipo_tau must be finite, not inf")
             object.__setattr__(self, field.name, float(value))
 
 

@@ -11,6 +11,7 @@ and loss and gradient are the same for any split, padding, packing or number of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,6 +54,13 @@ class Keep:
     ratio_low: float = 0.0
     ratio_high: float = float("inf")
     probability_gap: float = float("inf")
+
+    def __post_init__(self) -> None:
+        # Leaves are tracers inside a jitted function; only numbers can be checked.
+        for name in ("max_staleness", "ratio_low", "ratio_high", "probability_gap"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise ValueError(f"keep {name} must be at least 0, not {value}")
 
 
 @partial(
@@ -107,6 +115,8 @@ class Objective:
                 raise ValueError(f"{name} must be above 0, not {value}")
             if name in ("entropy_coef", "kl_coef") and not value >= 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
+            if math.isinf(value):
+                raise ValueError(f"{name} must be finite, not {value}")
             object.__setattr__(self, name, float(value))
 
     @property

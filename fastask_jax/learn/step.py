@@ -13,6 +13,7 @@ Left out: which batches to train on and when (the loop), and how a loss is made 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,7 +80,24 @@ class OptimizerConfig:
                 continue
             if not value >= 0 or (name == "max_grad_norm" and value == 0):
                 raise ValueError(f"optimizer {name} must be positive, not {value}")
+            if math.isinf(value) and name != "max_grad_norm":
+                raise ValueError(f"optimizer {name} must be finite, not {value}")
             object.__setattr__(self, name, float(value))
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"optimizer {name} must be at least 0 and below 1, not {getattr(self, name)}"
+                )
+        if not 0 < self.eps < math.inf:
+            raise ValueError(f"optimizer eps must be above 0 and finite, not {self.eps}")
+        warmup, decay, final = self.warmup_steps, self.decay_steps, self.final_rate
+        if isinstance(final, float) and final > 1:
+            raise ValueError(f"optimizer final_rate is a share, at most 1, not {final}")
+        if isinstance(decay, float) and isinstance(warmup, float) and 0 < decay < warmup:
+            raise ValueError(
+                f"optimizer decay_steps ({decay:g}) must be 0 or at least warmup_steps "
+                f"({warmup:g}), behind which the rate falls"
+            )
 
     def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Learning rate of the update that follows `step` updates."""
@@ -213,8 +231,8 @@ class TrainStep:
         """One update.  `objective` and `optimizer` replace those of the step for this call;
         changing only their numbers compiles nothing anew.
 
-        A gradient that isn't finite changes no weight and no optimizer state; the metric
-        optim/skipped is then 1 (`step` and `version` still advance).
+        A gradient or an update that isn't finite changes no weight and no optimizer state; the
+        metric optim/skipped is then 1 (`step` and `version` still advance).
         """
         flat = batch.batch if isinstance(batch, Packed) else batch
         micro = put(micro_batches(flat, self.micro_batch_rows), self._micro_sharding)
@@ -320,16 +338,17 @@ class TrainStep:
             state.params, state.version, micro, objective, terms, frozen
         )
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm)
         updates, opt_state = optimizer.transformation(state.step).update(
             grads, state.opt_state, state.params
         )
+        update_norm = optax.tree.norm(updates)
+        finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
         params = optax.apply_updates(state.params, updates)
         keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
         one = jnp.ones(())
         metrics |= {
             "optim/grad_norm": Sum(norm, one),
-            "optim/update_norm": Sum(optax.tree.norm(updates), one),
+            "optim/update_norm": Sum(update_norm, one),
             "optim/learning_rate": Sum(optimizer.rate(state.step), one),
             "optim/skipped": Sum(1.0 - finite, one),
         }

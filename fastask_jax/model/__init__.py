@@ -8,7 +8,7 @@ from fastask_jax.model.decoder import (
     load_balance_loss,
     unembedding,
 )
-from fastask_jax.model.hugging_face import load_params, save_params
+from fastask_jax.model.hugging_face import check_finite, load_params, save_params
 from fastask_jax.model.mesh import MeshConfig, make_mesh
 from fastask_jax.model.sharding import extend, forward, init_cache, param_shardings
 from fastask_jax.model.tokenizers import shipped_weights
@@ -19,6 +19,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "Params",
+    "check_finite",
     "copy_slots",
     "extend",
     "forward",

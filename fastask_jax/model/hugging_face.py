@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fastask_jax.model.config import ModelConfig
@@ -106,12 +107,14 @@ def save_params(
         (`tokenizer.save_pretrained`).
 
     Raises:
-      ValueError: another `dtype`, or a config that `transformers` has no architecture for.
+      ValueError: another `dtype`, a config that `transformers` has no architecture for, or a
+        weight that isn't finite; nothing is written then.
     """
     kind = _dtype("dtype", dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     config = to_hf_config(cfg) | {"dtype": dtype}
+    check_finite(params, f"the weights for {directory}")
     table = list(tensor_table(cfg))
     host = _Host(params)
     arrays = (tensor.out(host(tensor)) for tensor in table)
@@ -131,6 +134,34 @@ def save_params(
             for _ in arrays:  # the others are still fetching, and would wait for this process
                 pass
         raise
+
+
+def check_finite(params: Params, what: str) -> None:
+    """Raises ValueError, which names `what` and the first array, where a weight isn't finite.
+
+    The arrays stay where they are; with several processes all of them call this.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    wrong = [path for path, leaf in leaves if not _is_finite(leaf)]
+    if wrong:
+        first = jax.tree_util.keystr(wrong[0], simple=True, separator=".")
+        raise ValueError(
+            f"{what} aren't all finite: NaN or infinity in {len(wrong)} of {len(leaves)} arrays, "
+            f"{first} first"
+        )
+
+
+def _is_finite(leaf: Any) -> bool:
+    on_host = not isinstance(leaf, jax.Array) or (
+        leaf.is_fully_addressable and {d.platform for d in leaf.devices()} == {"cpu"}
+    )
+    # On a CPU, compiling for each shape would take longer than looking.
+    return bool(np.isfinite(np.asarray(leaf)).all() if on_host else _all_finite(leaf))
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
 
 
 def _load(cfg: ModelConfig, source: Source, dtype: np.dtype, shardings: Any) -> Params:

@@ -46,7 +46,7 @@ class LoraConfig:
     alpha / rank.  targets: the adapted maps, of `TARGETS`; those that a model lacks are skipped.
 
     Raises:
-      ValueError: a negative rank, an alpha that isn't positive, or an unknown target.
+      ValueError: a negative rank, an alpha that isn't positive and finite, or an unknown target.
     """
 
     rank: int = 0
@@ -54,8 +54,10 @@ class LoraConfig:
     targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.alpha <= 0:
-            raise ValueError(f"lora needs rank >= 0 and alpha > 0, got {self.rank}, {self.alpha}")
+        if self.rank < 0:
+            raise ValueError(f"lora rank must be 0 or more, not {self.rank}")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora alpha must be above 0 and finite, not {self.alpha}")
         unknown = sorted(set(self.targets) - set(TARGETS))
         if unknown or not self.targets:
             raise ValueError(f"lora targets are {', '.join(TARGETS)}; not {', '.join(unknown)}")

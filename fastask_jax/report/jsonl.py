@@ -39,7 +39,7 @@ class JsonLines:
         try:
             self._lock()
             if after_step is not None:
-                self.last_step = _cut(self.path, after_step)
+                self.cut(after_step)
         except BaseException:
             self._file.close()
             raise
@@ -52,6 +52,10 @@ class JsonLines:
                 f"{self.path} is being written by a run that hasn't ended: wait for it, or give "
                 "another --run-dir"
             ) from None
+
+    def cut(self, after_step: int) -> None:
+        """Drops the lines behind `after_step`, and one that a kill tore."""
+        self.last_step = _cut(self.path, after_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one object and flushes it."""

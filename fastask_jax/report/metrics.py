@@ -21,6 +21,7 @@ REWARD = "train/reward"
 ACCURACY = "train/accuracy"
 TURNS = "train/turns"
 TOKENS_PER_SECOND = "train/tokens_per_second"
+WALL_SECONDS = "time/wall"  # since the run began, all its sessions together
 
 EVAL_REWARD = "eval/mean_reward"
 EVAL_ACCURACY = "eval/exact_match"
@@ -34,6 +35,10 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | Path, after_step: int | None = None) -> None:
         self._lines = JsonLines(Path(run_dir) / FILE, after_step)
+
+    def cut(self, after_step: int) -> None:
+        """Drops the lines behind `after_step`: a resumed run writes them again."""
+        self._lines.cut(after_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends the numbers of one step.  Steps must rise: ValueError otherwise."""

@@ -11,6 +11,7 @@ whose environment fails is kept as an invalid trajectory, never scored as a wron
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -49,8 +50,8 @@ class RolloutConfig:
     stall_timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, not {self.temperature}")
         for name in ("max_turn_tokens", "max_tokens", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -1,11 +1,14 @@
 """Evaluating a checkpoint: what would make its numbers those of something else is refused."""
 
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from experiments.evaluate import check_asked_as_trained
-from experiments.fast_ask import PRESET_CONFIGS
+from experiments.config import UsageError, save_config
+from experiments.evaluate import EvaluateConfig, check_asked_as_trained, main
+from experiments.fast_ask import PRESET_CONFIGS, train
 from fastask_jax.ask.checkpoint import PolicyFolder
 
 TINY = PRESET_CONFIGS["tiny"]
@@ -30,3 +33,63 @@ def test_a_policy_is_evaluated_as_it_was_trained_or_not_at_all(tmp_path) -> None
     check_asked_as_trained(full, followed)
     alone = replace(full, path=tmp_path / "mine")  # of no run: nothing is known of it
     check_asked_as_trained(alone, TINY)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperature", "-1"], "temperature must be 0 or more"),
+        (["--temperature", "nan"], "temperature must be 0 or more"),
+        (["--temperature", "inf"], "temperature must be 0 or more"),
+        (["--policies", "blind,blind"], "names one twice"),
+    ],
+)
+def test_wrong_usage_leaves_no_files(words, said, tmp_path) -> None:
+    with pytest.raises(UsageError, match=said):
+        main([*words, f"--run-dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_is_none_leaves_no_files(tmp_path) -> None:
+    words = ["--policies=trained", f"--checkpoint={tmp_path / 'none'}"]
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        main([*words, f"--run-dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_replaces_no_training_run_nor_the_other_way_round(tmp_path) -> None:
+    run = tmp_path / "run"
+    save_config(replace(TINY, run_dir=run), run)  # begun, without a line yet
+    before = (run / "config.json").read_text()
+    words = ["--policies=blind", "--tasks=1", f"--run-dir={run}"]
+    with pytest.raises(FileExistsError, match="another experiment's run: give another --run-dir"):
+        main(words)
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(FileExistsError, match="holds an earlier run: give another --run-dir"):
+        main(words)
+    assert (run / "config.json").read_text() == before
+    assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl"}
+
+    other = tmp_path / "other"
+    save_config(EvaluateConfig(run_dir=other), other)
+    for resume in (False, True):
+        with pytest.raises(FileExistsError, match="another experiment's run"):
+            train(replace(TINY, run_dir=other, resume=resume))
+    assert [p.name for p in other.iterdir()] == ["config.json"]
+
+
+def test_an_evaluation_leaves_its_results(tmp_path, capsys) -> None:
+    words = ["--policies=blind", "--tasks=2", f"--run-dir={tmp_path}"]
+    for _ in range(2):  # again in its own place
+        main(words)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "summary.json", "evals"}
+
+
+def test_weights_that_are_not_finite_are_not_evaluated(tmp_path) -> None:
+    weights = shutil.copytree(TINY.source, tmp_path / "weights")
+    file = weights / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + np.float32("nan").tobytes())
+    words = ["--policies=base", f"--train.weights={weights}", f"--run-dir={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match="weights aren't all finite"):
+        main(words)
+    assert not (tmp_path / "run").exists()

@@ -174,6 +174,7 @@ def test_parsing() -> None:
         ("sweep --grid a", "--grid a: expected FIELD=V1,V2"),
         ("sweep --grid a=1,,2", "expected FIELD=V1,V2"),
         ("sweep --grid", "--grid needs a value"),
+        ("sweep --grid a=1 --run-dir=", "--run-dir needs a value"),
         ("--grid a=1", "name the experiment first"),
     ],
 )

@@ -117,3 +117,18 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
 def test_export_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="train first"):
         main(Config(run_dir=tmp_path, export=tmp_path / "policy"))
+
+
+def test_no_training_run_is_replaced(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(FileExistsError, match="holds an earlier run: give another --run-dir"):
+        main(Config(run_dir=tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"learning_rate": float("nan")}, {"warmup_steps": 0}, {"decay": 2.0}, {"rows": 0}]
+)
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} (must be|is a share)"):
+        Config(**wrong)

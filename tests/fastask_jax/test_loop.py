@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +18,23 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from envs.fast_ask.env import FastAskConfig
 from envs.pool import PoolConfig
-from experiments.config import to_json
+from experiments.config import UsageError, parse, to_json
 from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
-from fastask_jax.learn import PackConfig, TrainState, make_train_step
+from fastask_jax.learn import (
+    Objective,
+    OptimizerConfig,
+    PackConfig,
+    TrainState,
+    make_train_step,
+)
 from fastask_jax.learn.checkpoint import Checkpointer
+from fastask_jax.learn.objective import Keep
 from fastask_jax.loop import LoopConfig, Trainer, gap_warning, record
 from fastask_jax.model import load_params
 from fastask_jax.model.lora import LoraConfig, init_adapters, merge_adapters
-from fastask_jax.report.metrics import read_metrics
+from fastask_jax.report.metrics import MetricsWriter, read_metrics
 from fastask_jax.report.summary import read_summary
 from fastask_jax.report.traces import read_traces
 from fastask_jax.rollout.engine import EngineConfig
@@ -228,6 +238,8 @@ def test_a_refused_resume_leaves_the_config_alone(finished):
         ("--rollout.temperature=0.5", "one distribution"),
         ("--objective.kl_coef=0.1", "reference policy"),
         ("--distributed.process-id=0", "give all three or none"),
+        ("--loop.group-size=1", "loop.group_size must be at least 2"),
+        ("--run-dir=", "--run-dir: expected a path"),
     ],
 )
 def test_bad_fields_are_one_line_and_exit_2(flag, said):
@@ -235,6 +247,25 @@ def test_bad_fields_are_one_line_and_exit_2(flag, said):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "env.correct_weight=nan", "env.correct_weight=inf", "env.efficiency_weight=nan",
+        "env.concise_weight=-inf", "optimizer.learning_rate=inf", "optimizer.b1=1",
+        "optimizer.decay_steps=3", "objective.temperature=inf", "objective.temperature=nan",
+        "objective.entropy_coef=inf", "objective.constant_length=inf",
+        "objective.keep.max_staleness=nan", "objective.keep.ratio_high=nan",
+        "objective.bounds.ipo_tau=inf", "rollout.temperature=inf", "rollout.temperature=nan",
+        "lora.alpha=nan", "lora.alpha=inf", "sandbox.start_seconds=nan",
+        "sandbox.hard_seconds=inf", "pool.workers=100000", "pool.call_timeout=inf",
+    ],
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(flag):
+    name = flag.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(UsageError, match=name):
+        parse(Config, [f"--{flag}"], presets=PRESET_CONFIGS, preset="tiny")
 
 
 def test_the_seed_preset_resolves():
@@ -256,11 +287,16 @@ def test_a_record_needs_a_score():
         record(Trajectory("t", 0, 0))
 
 
-def trainer(run_dir: Path, stream_seed: int = 0, **loop) -> Trainer:
+def trainer(run_dir: Path, stream_seed: int = 0, changes: dict | None = None, **loop) -> Trainer:
     """One whose parts are not used: for what it decides by itself."""
-    config = small(run_dir, **loop)
+    config = replace(small(run_dir, **loop), **(changes or {}))
     tasks = replace(config.tasks, seed=stream_seed)
-    return Trainer(config.loop, run_dir, None, config.pack, None, tasks.stream("train"), [])
+    step_fn = SimpleNamespace(objective=config.objective)
+    actor = SimpleNamespace(config=config.rollout)
+    return Trainer(
+        config.loop, run_dir, step_fn, config.pack, actor, tasks.stream("train"), [],
+        settings={"env": config.env, "engine.max_len": config.engine.max_len},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -271,14 +307,86 @@ def trainer(run_dir: Path, stream_seed: int = 0, **loop) -> Trainer:
         ({"seed": 1}, r"loop.seed=0 \(now 1\)"),
         ({"eval_tasks": 5}, r"loop.eval_tasks=3 \(now 5\)"),
         ({"stream_seed": 1}, r"tasks.seed=0 \(now 1\)"),
+        ({"changes": {"env": FastAskConfig(efficiency_weight=0.5)}},
+         r"env.efficiency_weight=0.1 \(now 0.5\)"),
+        ({"changes": {"rollout": RolloutConfig(max_turn_tokens=128, max_tokens=64)}},
+         r"rollout.max_tokens=256 \(now 64\)"),
+        ({"changes": {"objective": Objective(loss="ppo")}},
+         r"objective.loss=aipo_clip \(now ppo\)"),
+        ({"changes": {"objective": Objective(keep=Keep(max_staleness=2))}},
+         r"objective.keep.max_staleness=inf \(now 2\)"),
+        ({"changes": {"pack": PackConfig((512, 768), 4, 16)}}, "pack.row_lengths"),
+        ({"changes": {"engine": EngineConfig(slots=16, max_len=256)}}, "engine.max_len=512"),
         ({"steps": 1}, "has made 2 steps already.*loop.steps of 2 or more"),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(tmp_path, change, said):
     saved = json.loads(json.dumps(trainer(tmp_path)._settings()))
-    trainer(tmp_path, save_every=2, traces=0, steps=9)._check_resumable(2, saved)
+    elsewhere = {  # another machine or mesh
+        "rollout": RolloutConfig(max_turn_tokens=128, max_tokens=256, stall_timeout=900.0),
+        "engine": EngineConfig(slots=8, max_len=512),
+        "pack": PackConfig((512,), 8, 32),
+        "optimizer": OptimizerConfig(learning_rate=1e-5),
+    }
+    same = trainer(tmp_path, save_every=2, eval_every=1, traces=0, steps=9, changes=elsewhere)
+    same._check_resumable(2, saved)
     with pytest.raises(ValueError, match=said):
         trainer(tmp_path, **change)._check_resumable(2, saved)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_beside_a_run_that_is_alive_is_refused_first(tmp_path, resume):
+    began = []
+    second = trainer(tmp_path)
+    second.on_start = lambda: began.append(True)
+    with MetricsWriter(tmp_path), pytest.raises(BlockingIOError, match="hasn't ended"):
+        second.run(None, resume)
+    assert not began
+
+
+def test_a_resumed_run_counts_the_time_of_its_earlier_sessions(tmp_path):
+    with MetricsWriter(tmp_path) as lines:
+        lines.write(0, {"time/wall": 100.0})
+        lines.write(1, {"time/wall": 500.0})  # not in the checkpoint, but it took that long
+    resumed = trainer(tmp_path)
+    with ExitStack() as stack:
+        resumed._open(stack, resumed._take(stack, True), 0, True)
+        assert 500 <= resumed._wall()["time/wall"] < 600
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0]
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_gone_on_from(tmp_path):
+    weights, zero = {"w": jnp.array([1.0, jnp.nan])}, jnp.int32(0)
+    state = TrainState(params=weights, opt_state={}, step=zero, version=zero)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"step": 1, "cursor": 0, "settings": {}})
+    resumed = trainer(tmp_path)
+    resumed.step_fn = SimpleNamespace(
+        lora=None, objective=None, abstract=lambda params: jax.tree.map(jax.typeof, state)
+    )
+    with pytest.raises(ValueError, match="weights of step 1 in .* aren't all finite"):
+        resumed.run(None, resume=True)
+
+
+@pytest.mark.slow
+def test_a_finished_run_resumed_keeps_its_time(finished, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    lines = read_metrics(place)
+    lines[-1]["time/wall"] = 5000.0
+    (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train(replace(small(place, steps=4), resume=True))
+    assert 5000 < read_summary(place)["wall_seconds"] < 5600
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_ends_with_its_last_finite_weights(tmp_path):
+    config = small(tmp_path / "run", steps=2, eval_tasks=0)
+    config = replace(config, optimizer=OptimizerConfig(learning_rate=3e38))
+    with pytest.raises(FloatingPointError, match="step 1: the update isn't finite"):
+        train(config)
+    assert Checkpointer(config.run_dir).steps() == [0]
+    assert not (config.run_dir / "policy").exists()
 
 
 def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import openpyxl
 import pytest
 
@@ -153,6 +154,17 @@ def test_weights_that_do_not_load_are_one_line(book, blank, tmp_path, home, caps
     assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: the checkpoint {folder} can't be loaded: ")
+    assert shown.count("\n") == 1
+
+
+def test_weights_that_are_not_finite_are_one_line(book, blank, tmp_path, home, capsys) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(blank, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + np.float32("nan").tobytes())
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
+    shown = capsys.readouterr().err
+    assert "can't be loaded: its weights aren't all finite: NaN or infinity in 1 of" in shown
     assert shown.count("\n") == 1
 
 

@@ -288,6 +288,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(toy, packed):
     assert int(state.step) == 2
 
 
+def test_an_update_that_is_not_finite_changes_nothing_and_says_so(toy, packed):
+    """The gradient is finite; the rate makes it overflow."""
+    step = toy_step(toy)
+    state = step.init(toy.params())
+    before = jax.tree.map(np.array, state)
+    state, metrics = step(state, packed, optimizer=OptimizerConfig(learning_rate=3e38))
+    assert results(metrics)["optim/skipped"] == 1.0
+    assert np.isfinite(results(metrics)["optim/grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, before.opt_state)
+
+
 @pytest.mark.parametrize("loss", ["aipo_clip", "aipo", "ppo", "cispo", "reinforce", "gspo", "ipo"])
 def test_every_loss_raises_what_was_rewarded(toy, loss):
     """Sampling on policy, token 2 is rewarded and the others are not."""
@@ -356,6 +368,15 @@ def test_rows_must_divide(toy, packed):
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         ({"weight_decay": float("nan")}, "weight_decay must be positive"),
+        ({"learning_rate": float("inf")}, "learning_rate must be finite"),
+        ({"weight_decay": float("inf")}, "weight_decay must be finite"),
+        ({"b1": 1.0}, "b1 must be at least 0 and below 1, not 1.0"),
+        ({"b2": float("nan")}, "b2 must be at least 0 and below 1"),
+        ({"eps": 0.0}, "eps must be above 0 and finite"),
+        ({"eps": float("nan")}, "eps must be above 0 and finite"),
+        ({"eps": float("inf")}, "eps must be above 0 and finite"),
+        ({"final_rate": 1.5}, "final_rate is a share, at most 1"),
+        ({"warmup_steps": 5, "decay_steps": 4}, r"decay_steps \(4\) must be 0 or at least warmup"),
         ({"first_moment": "float16"}, "first_moment must be float32 or bfloat16"),
     ],
 )

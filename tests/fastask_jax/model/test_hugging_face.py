@@ -310,3 +310,11 @@ def test_transformers_loads_what_we_save(references, tmp_path, logits_of, label)
     np.testing.assert_array_equal(got, expected)
     if label == "llama3_rope":  # test_parity compares our logits with theirs for all families
         np.testing.assert_allclose(logits_of(cfg, params, tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jax.numpy.asarray])
+def test_weights_that_are_not_finite_are_not_saved(small, params, kind, tmp_path):
+    bad = jax.tree.map(kind, params | {"embedding": np.full_like(params["embedding"], np.nan)})
+    with pytest.raises(ValueError, match="NaN or infinity in 1 of .* arrays, embedding first"):
+        save_params(tmp_path / "policy", small, bad)
+    assert not any(tmp_path.iterdir())
