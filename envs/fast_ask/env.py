@@ -1,6 +1,6 @@
 """One Fast Ask episode: a question, three tools, a turn budget, a verifiable reward.
 
-The reward is the post's: 1.0 correct + 0.1 efficiency + 0.05 concise (design section 4).
+The reward is the Fast Ask post's: 1.0 correct + 0.1 efficiency + 0.05 concise.
 The environment holds the truth; the Python session never does: it is a process forked from
 a zygote that was started before any task existed.
 """

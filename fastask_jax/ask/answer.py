@@ -15,6 +15,7 @@ class Answer:
     """One answered question.
 
     answer: the value, or None when the model gave none.  raw: its last message as it stands.
+    transcript: what the model said and called and what it was told, in order.
     evidence: the ranges that were read, as `Sheet!A1:D20`, in order, each once.
     turns, tool_calls, cells: what it took; cells counts repeated reads again.
     stop_reason: "answered", or why there is no answer: "no_answer" (it ended without one),
@@ -27,6 +28,7 @@ class Answer:
 
     answer: str | None
     raw: str
+    transcript: tuple[str, ...]
     evidence: tuple[str, ...]
     turns: int
     cells: int

@@ -12,7 +12,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envs.core import Message, Reply, Score, Step, ToolSpec
 from envs.fast_ask.env import FastAskEnv, opening
@@ -93,13 +93,15 @@ class Asker:
             raise AskError("the question is empty; ask about one value in the workbook")
         self._check_length(book, question)
         env = FastAskEnv(self._config, self._sandbox)
-        trajectory = self._policy.run(_Asked(env, book), _Question(question))
+        asked = _Asked(env, book)
+        trajectory = self._policy.run(asked, _Question(question))
         if trajectory.error is not None or trajectory.score is None:
             raise AskError(f"the question was broken off ({trajectory.error}); ask again")
         info = trajectory.score.info
         return Answer(
             answer=info["answer"] or None,
             raw=env.final.content if env.final else "",
+            transcript=tuple(asked.transcript),
             evidence=tuple(dict.fromkeys(info["ranges"])),
             turns=info["turns"],
             cells=info["cells"],
@@ -142,18 +144,27 @@ class _Asked:
 
     def __init__(self, env: FastAskEnv, book: Workbook) -> None:
         self._env, self._book = env, book
+        self.transcript: list[str] = []
 
     def reset(self, task: _Question) -> list[Message]:
         return self._env.ask(self._book, task.text)
 
     def step(self, reply: Reply) -> Step:
-        return self._env.step(reply)
+        step = self._env.step(reply)
+        self.transcript += [reply.content] if reply.content else []
+        self.transcript += [f"{call.name}({_spelled(call.arguments)})" for call in reply.tool_calls]
+        self.transcript += [message.content for message in step.messages]
+        return step
 
     def score(self) -> Score:
         return self._env.score()
 
     def close(self) -> None:
         self._env.close()
+
+
+def _spelled(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def _keep_compiled(folder: Path) -> None:

@@ -42,7 +42,9 @@ def main(book: str, question: str, *, checkpoint: str | None, as_json: bool) -> 
     elif answer.answer is not None:
         print(as_text(answer))
     if answer.answer is None:
-        more = "" if as_json else "; --json shows what it read"
+        more = "" if as_json else "; --json shows what it did"
+        if checkpoint is None:
+            more += "; the shipped policy knows the question types of generated workbooks alone"
         raise AskError(
             f"no answer after {_count(answer.turns, 'turn')}: "
             f"{_WHY.get(answer.stop_reason, answer.stop_reason)}{more}"

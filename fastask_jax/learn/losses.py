@@ -45,8 +45,8 @@ class LossConfig:
     """Bounds of the losses.  Every field is an array leaf: changing one compiles nothing anew.
 
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (aipo_clip, ppo,
-        cispo, gspo).  The seed's single epsilon is both.  cispo is usually run with clip_low 1
-        (no lower bound) and clip_high 4; gspo with about 3e-4 and 4e-4.
+        cispo, gspo).  The Fast Ask post's single epsilon is both.  cispo is usually run with
+        clip_low 1 (no lower bound) and clip_high 4; gspo with about 3e-4 and 4e-4.
     weight_cap: rho, the cap of a detached importance weight (aipo; proximal weight of ppo).
     dual_clip: c > 1 bounds ppo's loss for a negative advantage by c |A|; infinity switches it off.
     ipo_threshold, ipo_tau: ipo drops a token once |pi - mu| exceeds the threshold, and pulls
@@ -164,7 +164,8 @@ def _clip_surrogate(
 
 @_loss
 def aipo_clip(logprobs, behaviour, advantages, mask, config, context):
-    """-min(r A, clip(r, 1-e, 1+e) A): the seed's objective, with r against the sampler."""
+    """-min(r A, clip(r, 1-e, 1+e) A): the Fast Ask post's objective, with r
+    against the sampler."""
     return _clip_surrogate(jnp.exp(log_ratio(logprobs, behaviour, mask)), advantages, config)
 
 

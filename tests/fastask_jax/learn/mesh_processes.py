@@ -11,8 +11,7 @@ from dataclasses import replace
 import conftest as toy
 import jax
 import numpy as np
-from mesh_steps import CONFIG as HYBRID
-from mesh_steps import OPTIMIZER
+from mesh_steps import CONFIG, OPTIMIZER
 
 from fastask_jax.distributed import host_copy
 from fastask_jax.learn import Objective, PackConfig, make_train_step, pack
@@ -20,7 +19,6 @@ from fastask_jax.learn import results as floats
 from fastask_jax.learn.score import make_scorer
 from fastask_jax.model import init_params, make_mesh
 
-CONFIG = replace(HYBRID, mixers=("full_attention",), num_layers=1)
 SMALLER_STEPS = replace(OPTIMIZER, learning_rate=10.0)
 
 
@@ -38,11 +36,14 @@ def main(process, count, port, file):
     state = step.init(params)
     for _ in range(2):
         state, metrics = step(state, packed)
+        # All leaves at once, while the step is under way: no process may run ahead of the others.
+        moments = host_copy(state.opt_state)
     logprobs, _ = make_scorer(CONFIG, micro_batch_rows=4, mesh=mesh)(state.params, packed)
     values = floats(metrics)
     whole = host_copy(state.params)
     if process == 0:
         flat = {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(whole)}
+        assert len(jax.tree.leaves(moments)) > 2 * len(flat)
         np.savez(file, logprobs=logprobs, loss=values["loss/total"], **flat)
     if count > 1:
         jax.distributed.shutdown()
