@@ -20,7 +20,7 @@ from fastask_jax.ask.command import printable
 ROOT = Path(__file__).parents[3]
 FIELDS = {
     "answer", "raw", "evidence", "turns", "cells", "tool_calls", "stop_reason", "seconds",
-    "checkpoint", "uncalculated",
+    "checkpoint", "transcript", "uncalculated",
 }  # fmt: skip
 
 
@@ -42,6 +42,9 @@ def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
     said = json.loads(line)
     assert set(said) == FIELDS
     assert said.pop("seconds") > 0
+    called, told, *_, last = said.pop("transcript")
+    assert called.startswith("read_ranges(ranges=['Orders!A:C'")
+    assert told.startswith("Orders!A1:C") and last == "ANSWER: 42"
     assert said == {
         "answer": "42",
         "raw": "ANSWER: 42",
