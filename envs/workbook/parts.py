@@ -84,6 +84,8 @@ class SheetParser(WorkSheetParser):
         """A cell as openpyxl parses it; Damaged, with the cell's name, where that fails."""
         try:
             cell = super().parse_cell(element)
+        except (MemoryError, OSError):
+            raise  # no fault of the file
         except Exception as error:
             place = str(element.get("r") or f"of row {self.row_counter}")[:20]
             raise Damaged(f"cell {place!r}: {reason(error)}") from error
