@@ -73,6 +73,11 @@ class Config:
                 f"topology is generation:shape with a generation of {', '.join(MEMORY_GIB)}, for "
                 f"example v5p:2x2x1; not {self.topology!r}"
             )
+        for name, least in (("sequence", 2), ("rows", 0), ("micro_batches", 1), ("slots", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.out and not self.out.absolute().parent.is_dir():
+            raise ValueError(f"the folder of out doesn't exist: {self.out.absolute().parent}")
 
     @property
     def generation(self) -> str:

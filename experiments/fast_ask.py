@@ -183,6 +183,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
     check_finite(params, f"the weights in {source}")
     chat = ChatFormat(load_tokenizer(source))
+    chat.check_fits(model.vocab_size, f"the model in {source}")
     settings = (config.env, config.sandbox)
     with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
         engine = Engine(model, config.engine, chat.stop_id)

@@ -189,14 +189,9 @@ def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:
         model, params = load_params(folder.path)
         check_finite(params, "its weights")
         chat = ChatFormat(load_tokenizer(folder.path))
+        chat.check_fits(model.vocab_size, "the model")
     except Exception as error:  # tokenizers raise bare Exceptions
         raise AskError(f"the checkpoint {folder.path} can't be loaded: {error}") from error
-    if chat.vocab_size > model.vocab_size:
-        raise AskError(
-            f"the checkpoint {folder.path} knows {model.vocab_size:,} tokens and its tokenizer "
-            f"{chat.vocab_size:,}: they don't belong together; put the tokenizer.json that it "
-            "was trained with into that folder"
-        )
     return EnginePolicy(
         model,
         params,

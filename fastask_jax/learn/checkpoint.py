@@ -122,12 +122,13 @@ class Checkpointer:
         on in the background, or is over on return with `wait`.  A failure of a background save
         is raised by the next `save`, `wait` or `close`.
 
-        Saving the latest step again replaces it.
-
-        Raises CheckpointError when it can't write or when a later step is already committed,
-        ValueError when host_state isn't exactly what JSON gives back (tuples, integer keys, NaN).
+        Raises CheckpointError when it can't write or when this step or a later one is already
+        committed, ValueError for a negative step and when host_state isn't exactly what JSON
+        gives back (tuples, integer keys, NaN).
         """
         self.wait()
+        if step < 0:
+            raise ValueError(f"a checkpoint's step must be 0 or more, not {step}")
         partial = step_path(self.directory, step).with_suffix(PARTIAL)
         with _for_all(f"the checkpoint of step {step} was not saved in {self.directory}"):
             text = self._channel.run("host state", lambda: exact_json(host_state))
@@ -244,10 +245,10 @@ class Checkpointer:
     def _prepare(self, step: int, partial: Path, state: Any, host_text: str) -> None:
         """Makes the directory that all processes are about to write into."""
         latest = self.latest()
-        if latest is not None and latest > step:
+        if latest is not None and latest >= step:
             raise CheckpointError(
-                f"{self.directory} already has step {latest}, so step {step} would be lost behind "
-                f"it: delete the later checkpoints or choose another run directory"
+                f"{self.directory} already has step {latest}, so step {step} can't be saved: "
+                "delete what is to be replaced or choose another run directory"
             )
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clean()
@@ -299,7 +300,7 @@ class Checkpointer:
         marker.write(partial)
         final = step_path(self.directory, marker.step)
         if final.exists():
-            # The same step again.  Its directory isn't empty, so it can't be renamed over.
+            # Not a whole checkpoint, or it would have been refused; it can't be renamed over.
             final.rename(final.with_suffix(f".replaced{PARTIAL}"))
         partial.rename(final)
         sync(self.directory)
@@ -317,7 +318,10 @@ class Checkpointer:
     def _clean(self) -> None:
         """Removes what saves that were stopped have left."""
         for leftover in self.directory.glob(f"*{PARTIAL}"):
-            shutil.rmtree(leftover)
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
     def _failed(self, step: int, partial: Path, error: Exception) -> CheckpointError:
         if is_main():
@@ -333,6 +337,11 @@ class Checkpointer:
             cause = "the disk is full: free some space or choose another run directory"
         else:
             cause = text[:300] or type(error).__name__
+        if latest == step:
+            return CheckpointError(
+                f"checkpoint of step {step} in {self.directory} is saved, but clearing away older "
+                f"ones failed: {cause}"
+            )
         return CheckpointError(
             f"checkpoint of step {step} in {self.directory} was not saved, {cause} ({intact})"
         )

@@ -78,7 +78,7 @@ def committed_steps(directory: Path) -> list[int]:
 def _is_complete(marker: Path) -> bool:
     try:
         json.loads(marker.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return False
     return True
 

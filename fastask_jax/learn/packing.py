@@ -167,7 +167,8 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
 
     Raises ValueError for a trajectory that is longer than the longest row, is empty, has arrays
     of different lengths, claims to have sampled its first token, has a logprob or advantage that
-    is not a usable number, or has expert ids (or of another shape) where others have none.
+    is not a usable number, has ids that aren't whole numbers, or has expert ids (or of another
+    shape) where others have none.
     """
     lengths = np.array([len(item.ids) for item in trajectories], dtype=np.int64)
     for index, item in enumerate(trajectories):
@@ -213,6 +214,26 @@ def pack(trajectories: Sequence[Trainable], config: PackConfig) -> Packed:
     return Packed(batch, rows, starts, lengths)
 
 
+def check_ids(batch: Batch, vocab_size: int, experts: int) -> None:
+    """Raises ValueError for token ids outside a vocabulary, and for expert ids outside a layer's
+    experts or twice at a token: a gather would take others in silence."""
+    tokens = np.asarray(batch.tokens)
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise ValueError(
+            f"the batch holds the token id {wrong}, and the model knows 0 to {vocab_size - 1}: "
+            "its tokenizer isn't the model's"
+        )
+    if batch.expert_ids is None:
+        return
+    chosen = np.sort(np.asarray(batch.expert_ids)[np.asarray(batch.segment_ids) > 0], axis=-1)
+    if chosen.min(initial=0) < 0 or chosen.max(initial=0) >= experts:
+        wrong = chosen[(chosen < 0) | (chosen >= experts)][0]
+        raise ValueError(f"router replay names the expert {wrong} of {experts}")
+    if (chosen[..., 1:] == chosen[..., :-1]).any():
+        raise ValueError("router replay names an expert twice for one token")
+
+
 def micro_batches(batch: Batch, micro_batch_rows: int) -> Batch:
     """The same batch as [micro-batches, micro_batch_rows, length]; ValueError if rows don't fit."""
     rows = batch.tokens.shape[0]
@@ -233,6 +254,9 @@ def _expert_ids(trajectories: Sequence[Trainable], shape: tuple[int, int]) -> ND
     first = next((shape for shape in shapes if shape is not None), None)
     if first is None:
         return None
+    for index, ids in enumerate(found):
+        if ids is not None:
+            _check_whole(index, "expert_ids", ids)
     if shapes != [(len(item.ids), *first[1:]) for item in trajectories]:
         raise ValueError(
             "router replay needs expert_ids [tokens, layers with experts, K] of every trajectory, "
@@ -262,6 +286,7 @@ def _check(index: int, item: Trainable) -> None:
     n = len(item.ids)
     if n == 0:
         raise ValueError(f"trajectory {index} has no tokens")
+    _check_whole(index, "ids", item.ids)
     for name in ("mask", "logprobs", "versions"):
         if len(getattr(item, name)) != n:
             raise ValueError(
@@ -281,5 +306,13 @@ def _check(index: int, item: Trainable) -> None:
             f"trajectory {index} has the logprob {item.logprobs[where]} at sampled token {where}: "
             "the sampler must record a finite logprob of at most 0"
         )
-    if not np.isfinite(item.advantage):
+    with np.errstate(over="ignore"):
+        advantage = np.float32(item.advantage)
+    if not np.isfinite(advantage):
         raise ValueError(f"trajectory {index} has the advantage {item.advantage}")
+
+
+def _check_whole(index: int, name: str, ids: Any) -> None:
+    kind = np.asarray(ids).dtype
+    if kind.kind not in "iu":
+        raise ValueError(f"trajectory {index} has {name} of type {kind}: they are whole numbers")

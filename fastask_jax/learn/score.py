@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fastask_jax.learn.losses import Tokens
 from fastask_jax.learn.metrics import Busiest, Metrics
-from fastask_jax.learn.packing import Batch, Packed, micro_batches
+from fastask_jax.learn.packing import Batch, Packed, check_ids, micro_batches
 from fastask_jax.model.decoder import unembedding
 from fastask_jax.model.mesh import (
     ROW_AXES,
@@ -125,13 +125,14 @@ class Scorer:
         logprobs, entropy = make_scorer(cfg)(params, packed.batch, temperature=1.0)
 
     Both are float32 numpy [rows, length], 0 off the mask.  Micro-batches that hold no sampled
-    token are skipped.
+    token are skipped.  Raises ValueError for token or expert ids that the model doesn't have.
     """
 
     def __init__(self, model: Any, micro_batch_rows: int, mesh: Mesh | None) -> None:
         self.mesh = mesh or make_mesh()
         self.micro_batch_rows = micro_batch_rows
         self.traces = 0
+        self._model = None if callable(model) else model
         check_rows(micro_batch_rows, self.mesh)
         scores = score_fn(model, self.mesh)
 
@@ -147,6 +148,8 @@ class Scorer:
         self, params: Params, batch: Batch | Packed, temperature: float = 1.0
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         flat = batch.batch if isinstance(batch, Packed) else batch
+        if self._model is not None:
+            check_ids(flat, self._model.vocab_size, self._model.num_experts)
         micro = micro_batches(flat, self.micro_batch_rows)
         result = np.zeros((2, *micro.tokens.shape), np.float32)
         for index in np.flatnonzero(micro.mask.any(axis=(1, 2))):

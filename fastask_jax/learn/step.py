@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from fastask_jax.learn.metrics import Metric, Metrics, Sum, empty_like, merge
 from fastask_jax.learn.objective import Objective, objective_sum, reduction_weights
-from fastask_jax.learn.packing import Batch, Packed, micro_batches
+from fastask_jax.learn.packing import Batch, Packed, check_ids, micro_batches
 from fastask_jax.learn.score import Params, ScoreFn, score_fn
+from fastask_jax.model.config import ModelConfig
 from fastask_jax.model.lora import LoraConfig, adapter_specs, attach
 from fastask_jax.model.mesh import make_mesh, put, row_spec
 from fastask_jax.model.parameters import is_matrix
@@ -154,6 +155,7 @@ class TrainStep:
     param_specs: Any  # the parameters' tree, or the upper part of it, with PartitionSpecs
     lora: LoraConfig | None = None
     frozen: Any = None  # with LoRA, the weights that the adapters stand on
+    model: ModelConfig | None = None  # None for a ScoreFn
     traces: int = 0  # how often the update was traced, hence compiled
     _jitted: Any = field(default=None, repr=False)
 
@@ -231,10 +233,15 @@ class TrainStep:
         """One update.  `objective` and `optimizer` replace those of the step for this call;
         changing only their numbers compiles nothing anew.
 
-        A gradient or an update that isn't finite changes no weight and no optimizer state; the
-        metric optim/skipped is then 1 (`step` and `version` still advance).
+        A gradient or an update that isn't finite changes no weight and no optimizer state, and
+        neither does a batch without a sampled token; the metric optim/skipped is then 1 (`step`
+        and `version` still advance).
+
+        Raises ValueError for token or expert ids that the model doesn't have.
         """
         flat = batch.batch if isinstance(batch, Packed) else batch
+        if self.model is not None:
+            check_ids(flat, self.model.vocab_size, self.model.num_experts)
         micro = put(micro_batches(flat, self.micro_batch_rows), self._micro_sharding)
         objective = objective or self.objective
         return self._compiled(state)(
@@ -342,15 +349,15 @@ class TrainStep:
             grads, state.opt_state, state.params
         )
         update_norm = optax.tree.norm(updates)
-        finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
+        usable = jnp.isfinite(norm) & jnp.isfinite(update_norm) & jnp.any(micro.mask)
         params = optax.apply_updates(state.params, updates)
-        keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        keep = partial(jax.tree.map, lambda new, old: jnp.where(usable, new, old))
         one = jnp.ones(())
         metrics |= {
             "optim/grad_norm": Sum(norm, one),
             "optim/update_norm": Sum(update_norm, one),
             "optim/learning_rate": Sum(optimizer.rate(state.step), one),
-            "optim/skipped": Sum(1.0 - finite, one),
+            "optim/skipped": Sum(1.0 - usable, one),
         }
         new = TrainState(
             params=keep(params, state.params),
@@ -410,7 +417,7 @@ def make_train_step(
         param_specs = PartitionSpec()
     return TrainStep(
         score_fn(model, mesh), objective, optimizer, micro_batch_rows, mesh, param_specs, lora,
-        frozen,
+        frozen, None if callable(model) else model,
     )  # fmt: skip
 
 

@@ -54,8 +54,8 @@ class LoraConfig:
     targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora rank must be 0 or more, not {self.rank}")
+        if type(self.rank) is not int or self.rank < 0:
+            raise ValueError(f"lora rank must be a whole number, 0 or more, not {self.rank!r}")
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"lora alpha must be above 0 and finite, not {self.alpha}")
         unknown = sorted(set(self.targets) - set(TARGETS))
@@ -156,13 +156,18 @@ def attach(lora: LoraConfig, weights: Any, adapters: Params) -> Any:
 
 @jax.jit
 def fingerprint(weights: Params) -> jax.Array:
-    """A number, uint32, that tells weights apart: the sum of their bits, whatever the mesh."""
+    """A number, uint32, that tells weights apart, whatever the mesh: the sum of their bits, each
+    element's times an odd number that goes by its place, modulo 2^32."""
 
     def bits(leaf: jax.Array) -> jax.Array:
         unsigned = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        return jnp.sum(jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32))
+        words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+        # Per axis, so that no axis that is split over devices is folded into another.
+        for axis, size in enumerate(leaf.shape):
+            place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            words *= 2 * (place * jnp.uint32(2654435761) + size) + 1
+        return jnp.sum(words)
 
-    # Weighted by place, so that two matrices that change places are noticed.
     sums = [bits(leaf) for leaf in jax.tree.leaves(weights)]
     return sum(((2 * i + 1) * part for i, part in enumerate(sums)), jnp.uint32(0))
 

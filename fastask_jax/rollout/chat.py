@@ -88,6 +88,14 @@ class ChatFormat:
         probe = (ToolSpec("probe_tool", "Probes.", {"type": "object", "properties": {}}),)
         self._template_shows_tools = "probe_tool" in self._render(self._before, probe)[0]
 
+    def check_fits(self, vocab_size: int, where: str) -> None:
+        """Raises ChatFormatError where a model of `vocab_size` tokens lacks some of these."""
+        if self.vocab_size > vocab_size:
+            raise ChatFormatError(
+                f"{where} knows {vocab_size:,} tokens and its tokenizer {self.vocab_size:,}: they "
+                "don't belong together; put the tokenizer.json that it was trained with there"
+            )
+
     # -- encoding ---------------------------------------------------------------------------
 
     def encode_prompt(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +25,16 @@ def test_the_compilers_complaint_is_read() -> None:
 
 @pytest.mark.parametrize(
     "fields, match",
-    [({"topology": "v2:2x2"}, "generation of v5e"), ({"model": "llama"}, "model is one of")],
+    [
+        ({"topology": "v2:2x2"}, "generation of v5e"),
+        ({"model": "llama"}, "model is one of"),
+        ({"sequence": 0}, "sequence must be at least 2"),
+        ({"rows": -4}, "rows must be at least 0"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1"),
+        ({"out": Path("no/such/folder/plan.json")}, "folder of out doesn't exist"),
+    ],
 )
-def test_unknown_names_are_refused(fields, match) -> None:
+def test_settings_that_can_t_be_are_refused(fields, match) -> None:
     with pytest.raises(ValueError, match=match):
         Config(**fields)
 

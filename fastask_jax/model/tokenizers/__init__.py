@@ -52,11 +52,12 @@ def _packaged(model: str, package: str) -> Path:
 
 
 def load_tokenizer(source: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a policy folder, or the tiny one where the folder holds none; that of a
-    GGUF file where `source` is one.
+    """The tokenizer in a policy folder, in a GGUF file, or of the weights that come with the
+    package.
 
     Raises:
-      FileNotFoundError, ImportError, ValueError: a GGUF file, or its tokenizer, can't be read.
+      FileNotFoundError: the folder holds no tokenizer.json, or the GGUF file isn't there.
+      ImportError, ValueError: a GGUF file, or its tokenizer, can't be read.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -64,5 +65,10 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerFast:
         from fastask_jax.model.tokenizers.gguf import gguf_tokenizer
 
         return gguf_tokenizer(source)
-    folder = source if (source / "tokenizer.json").exists() else TOKENIZERS / TINY
+    folder = TOKENIZERS / TINY if source.absolute() == WEIGHTS / TINY else source
+    if not (folder / "tokenizer.json").exists():
+        raise FileNotFoundError(
+            f"{folder} holds no tokenizer.json: put the tokenizer that its weights were trained "
+            "with there"
+        )
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -183,6 +183,9 @@ def test_a_strange_tokenizer_is_one_line(book, blank, tokenizer, tmp_path, home,
     (folder / "tokenizer.json").write_text("{")
     assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
     assert "can't be loaded" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert cli.main(["ask", book, "How many?", "--checkpoint", str(folder)]) == 1
+    assert "holds no tokenizer.json" in capsys.readouterr().err
 
 
 def test_terminal_escapes_are_spelled_out() -> None:

@@ -199,13 +199,40 @@ def test_host_state_that_would_not_come_back_is_refused(checkpointer, host):
     assert checkpointer.latest() is None
 
 
-def test_the_same_step_again_replaces_and_an_earlier_one_is_refused(checkpointer):
+@pytest.mark.parametrize("step", [20, 10])
+def test_a_committed_step_is_never_replaced(checkpointer, step):
     checkpointer.save(20, state(1.0), HOST, wait=True)
-    checkpointer.save(20, state(2.0), HOST, wait=True)
-    assert float(checkpointer.restore(abstract(state(0.0))).state["params"]["w"][0, 0]) == 2.0
-    with pytest.raises(CheckpointError, match="already has step 20, so step 10 would be lost"):
-        checkpointer.save(10, state(1.0), HOST)
+    with pytest.raises(CheckpointError, match=f"already has step 20, so step {step} can't"):
+        checkpointer.save(step, state(2.0), HOST)
+    assert float(checkpointer.restore(abstract(state(0.0))).state["params"]["w"][0, 0]) == 1.0
     assert [p.name for p in checkpointer.directory.iterdir()] == ["step_00000020"]
+    with pytest.raises(ValueError, match="must be 0 or more, not -1"):
+        checkpointer.save(-1, state(1.0), HOST)
+
+
+def test_what_lies_in_the_way_of_a_save_is_cleared(checkpointer):
+    """Files under the names of saves, and a checkpoint without its marker."""
+    checkpointer.directory.mkdir(parents=True)
+    (checkpointer.directory / "step_00000001").write_text("a file")
+    (checkpointer.directory / "left.partial").write_text("a file")
+    (checkpointer.directory / "link.partial").symlink_to(checkpointer.directory.parent)
+    (checkpointer.directory / "step_00000002" / MARKER).mkdir(parents=True)
+    assert checkpointer.steps() == []
+    for step in (1, 2):
+        checkpointer.save(step, state(float(step)), HOST, wait=True)
+    assert float(checkpointer.restore(abstract(state(0.0)), 1).state["params"]["w"][0, 0]) == 1.0
+    names = sorted(p.name for p in checkpointer.directory.iterdir())
+    assert names == ["step_00000001", "step_00000002"] and checkpointer.directory.parent.is_dir()
+
+
+def test_a_save_that_can_t_clear_up_is_told_as_saved(checkpointer, monkeypatch):
+    def refuse():
+        raise OSError("busy")
+
+    monkeypatch.setattr(checkpointer, "_superseded", refuse)
+    with pytest.raises(CheckpointError, match="step 20 .* is saved, but clearing .* busy"):
+        checkpointer.save(20, state(1.0), HOST, wait=True)
+    checkpointer.restore(abstract(state(0.0)), 20)
 
 
 def test_rng_keys_come_back_exactly():

@@ -105,3 +105,9 @@ def test_fingerprints_tell_weights_apart(small_params):
     assert int(fingerprint(changed)) != first
     low = jax.tree.map(lambda x: x.astype("bfloat16"), small_params)
     assert int(fingerprint(low)) != first
+    # Within a leaf too, where all layers of a kind are stacked.
+    swapped = small_params | {"embedding": small_params["embedding"][::-1]}
+    assert int(fingerprint(swapped)) != first
+    stack = jax.random.normal(jax.random.key(0), (3, 4, 4))
+    turned = (stack, stack[::-1], stack[:, ::-1], stack.swapaxes(1, 2))
+    assert len({int(fingerprint({"layers": x})) for x in turned}) == 4

@@ -119,6 +119,8 @@ def changed(**fields):
         (changed(logprobs=np.array([0, -1, -np.inf])), "has the logprob -inf at sampled token 2"),
         (changed(logprobs=np.array([0, 0.5, -1])), "has the logprob 0.5 at sampled token 1"),
         (changed(advantage=np.inf), "has the advantage inf"),
+        (changed(advantage=1e39), "has the advantage 1e[+]39"),
+        (changed(ids=np.array([1, 2.5, 3])), "has ids of type float64"),
     ],
 )
 def test_unusable_trajectories_are_refused(item, message):

@@ -12,6 +12,7 @@ from fastask_jax.learn import (
     Objective,
     OptimizerConfig,
     PackConfig,
+    make_scorer,
     make_train_step,
     pack,
     results,
@@ -70,5 +71,33 @@ def test_experts_of_some_tokens_are_refused(small_model, items, chosen):
     short = replace(items[1], expert_ids=chosen[1][:-1])
     with pytest.raises(ValueError, match="one entry per token"):
         pack([first, short], CONFIG)
+    with pytest.raises(ValueError, match="expert_ids of type float64"):
+        pack([replace(items[0], expert_ids=chosen[0] * 1.0)], CONFIG)
     assert pack(items, CONFIG).batch.expert_ids is None
     assert pack([first], CONFIG).batch.expert_ids.shape[2:] == (small_model.num_layers, 2)
+
+
+@pytest.mark.parametrize(
+    "experts, message",
+    [([0, 99], "the expert 99 of"), ([-1, 0], "the expert -1 of"), ([1, 1], "twice for one token")],
+)
+def test_experts_that_the_layer_lacks_are_refused(
+    small_model, small_params, items, chosen, experts, message
+):
+    wrong = chosen[0].copy()
+    wrong[2, 1] = experts
+    packed = pack([replace(items[0], expert_ids=wrong)], CONFIG)
+    with pytest.raises(ValueError, match=message):
+        make_scorer(small_model, micro_batch_rows=2)(small_params, packed)
+    step = make_train_step(small_model, Objective(), OptimizerConfig(), micro_batch_rows=2)
+    with pytest.raises(ValueError, match=message):
+        step(step.init(small_params), packed)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_that_the_model_lacks_are_refused(small_model, small_params, items, token):
+    ids = np.array(items[0].ids)
+    ids[0] = token
+    packed = pack([replace(items[0], ids=ids)], CONFIG)
+    with pytest.raises(ValueError, match=f"the token id {token}, and the model knows 0 to"):
+        make_scorer(small_model, micro_batch_rows=2)(small_params, packed)

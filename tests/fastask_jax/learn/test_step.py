@@ -257,15 +257,21 @@ def test_the_state_is_donated_and_the_given_params_survive(toy, packed):
 def test_all_masked_batch_moves_nothing(toy):
     items = [toy.trajectory(5, 0)]
     object.__setattr__(items[0], "mask", np.zeros(5, bool))
+    config = PackConfig((16,), micro_batch_rows=2, min_rows=8)
     step = toy_step(toy, Objective(entropy_coef=0.1))
-    packed = pack(items, PackConfig((16,), micro_batch_rows=2, min_rows=8))
-    state, metrics = step(step.init(toy.params()), packed)
-    values = results(metrics)
-    assert values["optim/grad_norm"] == 0.0 and values["batch/sampled_tokens"] == 0
-    jax.tree.map(np.testing.assert_array_equal, state.params, toy.params())
+    # After a real update, so that the optimizer has moments to go on with.
+    state, metrics = step(step.init(toy.params()), pack([toy.trajectory(5, 1)], config))
+    assert results(metrics)["optim/skipped"] == 0.0
+    before = jax.tree.map(np.array, state)
     # A batch with no trajectory at all runs no micro-batch.
-    state, metrics = step(state, pack([], PackConfig((16,), micro_batch_rows=2, min_rows=8)))
-    assert results(metrics)["batch/tokens"] == 0 and step.traces == 1
+    for empty, tokens in ((items, 5), ([], 0)):
+        state, metrics = step(state, pack(empty, config))
+        values = results(metrics)
+        assert values["optim/grad_norm"] == 0.0 and values["batch/sampled_tokens"] == 0
+        assert values["optim/skipped"] == 1.0 and values["batch/tokens"] == tokens
+        jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+        jax.tree.map(np.testing.assert_array_equal, state.opt_state, before.opt_state)
+    assert step.traces == 1 and int(state.version) == 3
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(toy, packed):
