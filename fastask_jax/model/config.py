@@ -33,7 +33,8 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        if min(dataclasses.astuple(self)) <= 0 or self.high_freq_factor <= self.low_freq_factor:
+        positive = all(_is_positive(value) for value in dataclasses.astuple(self))
+        if not positive or self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "a llama3 rope needs positive factors and high_freq_factor above "
                 f"low_freq_factor, got {self}"
@@ -107,10 +108,13 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "shared_expert_intermediate_size" else 1
-            if type(field.default) is float:
-                if not (isinstance(value, int | float) and 0 < value < math.inf):
-                    raise ValueError(f"{field.name} must be a positive number, got {value!r}")
-            elif type(value) is int and value < least:
+            if type(field.default) is float and not _is_positive(value):
+                raise ValueError(f"{field.name} must be a positive number, got {value!r}")
+            if type(field.default) is bool and type(value) is not bool:
+                raise ValueError(f"{field.name} must be true or false, got {value!r}")
+            if type(field.default) is int and type(value) is not int:
+                raise ValueError(f"{field.name} must be a whole number, got {value!r}")
+            if type(field.default) is int and value < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
         for name, kinds in (("mixers", (DELTA, FULL)), ("feed_forwards", (DENSE, MOE))):
             object.__setattr__(self, name, self._pattern(name, kinds))
@@ -201,6 +205,10 @@ class ModelConfig:
         if self.moe_implementation == "auto":
             return self.num_experts <= 8
         return self.moe_implementation == "dense"
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _period(sequence: tuple) -> int:

@@ -7,6 +7,8 @@ configuration and modelling code of `transformers` 5.  Names of tensors are in `
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from fastask_jax.model.config import DELTA, DENSE, FULL, MOE, Llama3Rope, ModelConfig
@@ -38,6 +40,43 @@ _MOE_SIZES = {
 _SHARED = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
 # Fields that a config may leave out, and what `transformers` then takes.
 _DEFAULTS = {"tie_word_embeddings": False, "initializer_range": 0.02}
+
+
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(type(x) is kind for x in value)
+
+
+# What the fields that are read here must be, those of rotary positions among them; a null is an
+# absent field.
+_LONGEST = "original_max_position_embeddings"
+_POSITIVE = ("num_hidden_layers", "num_attention_heads", "full_attention_interval",
+             "decoder_sparse_step")  # fmt: skip
+_REAL = ("rms_norm_eps", "initializer_range", "attention_dropout", "rope_theta", "factor",
+         "low_freq_factor", "high_freq_factor", "partial_rotary_factor")  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "mlp_bias",
+          "use_sliding_window", "attn_output_gate")  # fmt: skip
+_ALL_SIZES = _SIZES | _DELTA_SIZES | _DENSE_SIZES | _MOE_SIZES | _SHARED
+_WHOLE = {*_ALL_SIZES.values(), *_POSITIVE, "num_local_experts", _LONGEST} - {*_REAL}
+_KINDS: dict[str, tuple[Callable[[Any], bool], Collection[str]]] = {
+    "a whole number": (lambda value: type(value) is int, _WHOLE),
+    "at least 1": (lambda value: value >= 1, _POSITIVE),
+    # Unlike math.isfinite, this takes whole numbers of any size.
+    "a finite number": (
+        lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
+        _REAL,
+    ),
+    "true or false": (lambda value: type(value) is bool, _FLAGS),
+    "a string": (
+        lambda value: type(value) is str,
+        ("model_type", "hidden_act", "rope_type", "type"),
+    ),
+    "an object": (
+        lambda value: isinstance(value, dict),
+        ("text_config", "rope_parameters", "rope_scaling"),
+    ),
+    "a list of strings": (_list_of(str), ("layer_types",)),
+    "a list of whole numbers": (_list_of(int), ("mlp_only_layers",)),
+}
 
 
 class Family(NamedTuple):
@@ -125,9 +164,7 @@ def family_of(cfg: ModelConfig) -> str:
             return name
     fields = sorted({field for family in FAMILIES.values() for field in family.fixed})
     mix = {field: getattr(cfg, field) for field in ("mixers", "feed_forwards", *fields)}
-    raise ValueError(
-        f"transformers has no architecture with {mix}; it has {', '.join(FAMILIES)}"
-    )
+    raise ValueError(f"transformers has no architecture with {mix}; it has {', '.join(FAMILIES)}")
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -182,9 +219,9 @@ def from_hf_config(config: dict[str, Any], **overrides: Any) -> ModelConfig:
         raise ValueError(f"model_type {kind!r} isn't supported; supported are {_supported()}")
     family = FAMILIES[kind]
     _refuse(kind, text)
-    if kind in ("llama", "qwen3_moe") and not text.get("head_dim"):
+    if kind in ("llama", "qwen3_moe") and text.get("head_dim") is None:
         text["head_dim"] = _needed(text, "hidden_size") // _needed(text, "num_attention_heads")
-    if kind == "llama" and not text.get("num_key_value_heads"):
+    if kind == "llama" and text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = _needed(text, "num_attention_heads")
     if "num_local_experts" in text:
         text.setdefault("num_experts", text["num_local_experts"])
@@ -196,9 +233,9 @@ def from_hf_config(config: dict[str, Any], **overrides: Any) -> ModelConfig:
     if absent - unused.keys():
         raise ValueError(f"config.json lacks {', '.join(sorted(absent - unused.keys()))}")
     values |= {o: text[theirs] for o, theirs in family.sizes.items() if theirs not in absent}
-    values |= {name: text.get(name, default) for name, default in _DEFAULTS.items()}
+    values |= {name: _given(text, name, default) for name, default in _DEFAULTS.items()}
     if kind == "qwen3_moe":
-        values["norm_topk_prob"] = text.get("norm_topk_prob", False)
+        values["norm_topk_prob"] = _given(text, "norm_topk_prob", False)
     return ModelConfig(**(values | _rope(kind, text) | overrides))
 
 
@@ -207,21 +244,38 @@ def _supported() -> str:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the language model's part."""
-    if config.get("quantization_config"):
+    """A copy of the language model's part, whose fields are of the right kinds."""
+    _check_kinds(config, "")
+    text = dict(_given(config, "text_config", config))
+    _check_kinds(text, "text_config.")
+    if config.get("quantization_config") or text.get("quantization_config"):
         raise ValueError("quantised checkpoints (quantization_config) aren't supported")
-    if "text_config" not in config:
-        return dict(config)
-    text = dict(config["text_config"])
     outer = config.get("model_type")
+    if config.get("text_config") is None:
+        if outer in _MULTIMODAL:
+            raise ValueError(f"config.json lacks text_config, which model_type {outer!r} needs")
+        return text
     if outer is not None and _MULTIMODAL.get(outer) != text.get("model_type"):
         raise ValueError(
             f"model_type {outer!r} around {text.get('model_type')!r} isn't supported; supported "
             f"are {_supported()}"
         )
-    if "tie_word_embeddings" in config:
-        text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
-    return text
+    tied = _given(text, "tie_word_embeddings", config.get("tie_word_embeddings"))
+    return text | {"tie_word_embeddings": tied}
+
+
+def _check_kinds(fields: dict[str, Any], place: str) -> None:
+    """Raises ValueError for a field, of those at `place`, that isn't of its kind."""
+    for label, (is_kind, names) in _KINDS.items():
+        for name in names:
+            if fields.get(name) is not None and not is_kind(fields[name]):
+                raise ValueError(
+                    f"config.json: {place}{name} must be {label}, got {fields[name]!r}"
+                )
+
+
+def _given(fields: dict[str, Any], name: str, default: Any) -> Any:
+    return default if fields.get(name) is None else fields[name]
 
 
 def _needed(text: dict[str, Any], name: str) -> Any:
@@ -252,41 +306,51 @@ def _layers(kind: str, text: dict[str, Any]) -> tuple[list[str], list[str]]:
     count = _needed(text, "num_hidden_layers")
     mixers = text.get("layer_types")
     if DELTA not in FAMILIES[kind].mixers:
-        if mixers and set(mixers) != {FULL}:
+        mixers = mixers or [FULL] * count
+        if set(mixers) != {FULL}:
             raise ValueError(f"layer_types of {kind} must all be {FULL}, got {sorted(set(mixers))}")
-        mixers = [FULL] * count
     elif not mixers:
-        interval = text.get("full_attention_interval", 4)
+        interval = _given(text, "full_attention_interval", 4)
         mixers = [DELTA if (i + 1) % interval else FULL for i in range(count)]
     if len(mixers) != count:
         raise ValueError(f"layer_types lists {len(mixers)} layers, num_hidden_layers is {count}")
     if kind != "qwen3_moe":
         return mixers, [*FAMILIES[kind].feed_forwards]
-    dense, step = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step", 1)
+    dense, step = text.get("mlp_only_layers") or (), _given(text, "decoder_sparse_step", 1)
     routed = (_needed(text, "num_experts") and i not in dense and (i + 1) % step == 0
               for i in range(count))  # fmt: skip
     return mixers, [MOE if is_routed else DENSE for is_routed in routed]
 
 
 def _rope(kind: str, text: dict[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions, from `rope_parameters` or the older `rope_scaling`."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    """The fields of rotary positions.
+
+    As in `transformers`, a `rope_scaling` that isn't empty stands in for all of `rope_parameters`,
+    and some of what the one that counts leaves out is looked for beside it.
+    """
+    place = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    rope = text.get(place) or {}
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError("rope_parameters for each kind of layer aren't supported; only one is")
-    rope = {**text, **rope}
+        raise ValueError(f"{place} for each kind of layer aren't supported; only one is")
+    _check_kinds(rope, f"{place}.")
     style = rope.get("rope_type") or rope.get("type") or "default"
     if style not in ("default", "llama3"):
-        raise ValueError(f"rope_type {style!r} isn't supported; only default and llama3 are")
-    # `transformers` takes these two where a config doesn't say.
-    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or 10_000.0)}
-    partial = rope.get("partial_rotary_factor")
-    if "partial_rotary_factor" not in FAMILIES[kind].fixed:
-        fields["partial_rotary_factor"] = 0.25 if partial is None else partial
+        raise ValueError(
+            f"rope_type {style!r} isn't supported; only default and llama3 are (in {place})"
+        )
+    theta = _given(rope, "rope_theta", _given(text, "rope_theta", 10_000.0))
+    fields: dict[str, Any] = {"rope_theta": float(theta)}
+    fixed = "partial_rotary_factor" in FAMILIES[kind].fixed
+    # A null beside it means 1, not what an absent field does.
+    partial = text.get("partial_rotary_factor", 1.0 if fixed else 0.25)
+    partial = rope.get("partial_rotary_factor", 1.0 if partial is None else partial)
+    if not fixed:
+        fields["partial_rotary_factor"] = partial
     elif partial not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor {partial} isn't supported for {kind}; only 1 is")
     if style == "llama3":
-        longest = "original_max_position_embeddings"
-        rope[longest] = text.get(longest) or rope.get(longest) or text["max_position_embeddings"]
+        longest = _given(rope, _LONGEST, _needed(text, "max_position_embeddings"))
         names = [field.name for field in dataclasses.fields(Llama3Rope)]
+        rope = rope | {_LONGEST: _given(text, _LONGEST, longest)}
         fields["rope_scaling"] = Llama3Rope(**{name: _needed(rope, name) for name in names})
     return fields

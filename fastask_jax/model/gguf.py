@@ -57,6 +57,29 @@ _INNER: dict[str, tuple[str, ...]] = {
 }
 _HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
 _MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+# Keys that would change what a model computes, and the values with which they don't.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scale_linear": (0, 1),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.factor": (0, 1),
+    "router_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+}
 
 
 class _Stored(NamedTuple):
@@ -87,18 +110,25 @@ class GGUFFile:
         try:
             with open(self.path, "rb") as stream:
                 with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    self.metadata, infos = _Header(data).read()
+                    self.metadata, infos, at = _Header(data).read()
         except (ValueError, struct.error, OverflowError) as error:
             raise ValueError(f"{self.path} can't be read as GGUF: {error}") from None
         self._stored: dict[str, _Stored] = {}
+        # As in llama.cpp, tensors lie in the order of the header, without holes but for padding.
         for name, (number, shape, start) in infos.items():
-            stored = _Stored(self._type(name, number), shape, start)
-            if start + self._nbytes(name, stored) > size:
+            at = _aligned(at, self.metadata)
+            if start != at:
+                raise ValueError(
+                    f"{self.path} is corrupt: tensor {name} starts at byte {start:,}, not right "
+                    f"after the one before it, at {at:,}; fetch the file again"
+                )
+            self._stored[name] = stored = _Stored(self._type(name, number), shape, start)
+            at = start + self._nbytes(name, stored)
+            if at > size:
                 raise ValueError(
                     f"{self.path} is cut short: it has {size:,} bytes and tensor {name} goes "
                     "beyond them; fetch the file again"
                 )
-            self._stored[name] = stored
         self._parts = self._names()
 
     def hf_config(self) -> dict[str, Any]:
@@ -114,42 +144,64 @@ class GGUFFile:
                 f"{', '.join(_MODEL_TYPES)}"
             )
 
-        def value(key: str, *default: Any) -> Any:
+        def value(key: str, *default: Any, real: bool = False, least: int = 1) -> Any:
             found = self.metadata.get(f"{architecture}.{key}", *default)
             if found is None:
                 raise ValueError(f"{self.path} lacks {architecture}.{key}")
-            if type(found) not in (int, float) or not found >= 0:
-                raise ValueError(f"{self.path}: {architecture}.{key} is {found!r}, not a number")
+            if real:
+                wanted = "that is finite and above 0"
+                fits = type(found) in (int, float) and 0 < found < math.inf
+            else:
+                wanted = f"that is whole and at least {least}"
+                fits = type(found) is int and found >= least
+            if not fits:
+                raise ValueError(
+                    f"{self.path}: {architecture}.{key} is {found!r}, not a number {wanted}"
+                )
             return found
 
         width, heads = value("embedding_length"), value("attention.head_count")
-        size = value("attention.key_length", width // max(heads, 1))
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if value(key, size) != size:
+        size = value("attention.key_length", width // heads)
+        embedding = self._stored.get("token_embd.weight")
+        if embedding is None:
+            raise ValueError(f"{self.path} has no tensor token_embd.weight")
+        vocabulary = embedding.shape[0]
+        for key, what, only in (
+            ("attention.value_length", "size of a head", size),
+            ("rope.dimension_count", "size of a head", size),
+            ("vocab_size", "number of rows of token_embd.weight", vocabulary),
+        ):
+            if value(key, only) != only:
                 raise ValueError(
-                    f"{self.path}: {architecture}.{key} is {value(key)}, but only the size of a "
-                    f"head ({size}) is supported"
+                    f"{self.path}: {architecture}.{key} is {value(key)}, but only the {what} "
+                    f"({only}) is supported"
+                )
+        neutral = _NEUTRAL | {"attention.scale": (0, float(np.float32(size**-0.5)))}
+        for key, allowed in neutral.items():
+            found = self.metadata.get(f"{architecture}.{key}", allowed[0])
+            if found not in allowed:
+                raise ValueError(
+                    f"{self.path}: {architecture}.{key} is {found!r}, which changes the "
+                    f"computation; supported is {' or '.join(map(repr, allowed))}"
                 )
         scaling = self.metadata.get(f"{architecture}.rope.scaling.type", "none")
         if scaling != "none" or "rope_freqs.weight" in self._stored:
             raise ValueError(f"{self.path} stretches its rotary positions; that isn't supported")
-        experts = value("expert_count", 0)
+        experts = value("expert_count", 0, least=0)
         if bool(experts) != (architecture == "qwen3moe"):
             raise ValueError(f"{self.path}: {experts} experts in {architecture} aren't supported")
-        embedding = self._stored.get("token_embd.weight")
-        if embedding is None:
-            raise ValueError(f"{self.path} has no tensor token_embd.weight")
+        # Stored as float32; the shortest decimal that it stands for is what was meant.
+        epsilon = np.float32(value("attention.layer_norm_rms_epsilon", real=True))
         config = {
             "model_type": _MODEL_TYPES[architecture],
-            "vocab_size": embedding.shape[0],
+            "vocab_size": vocabulary,
             "hidden_size": width,
             "num_hidden_layers": value("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": value("attention.head_count_kv", heads),
             "head_dim": size,
-            # Stored as float32; the shortest decimal that it stands for is what was meant.
-            "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
-            "rope_theta": value("rope.freq_base", 10_000.0),
+            "rms_norm_eps": float(str(epsilon)),
+            "rope_theta": value("rope.freq_base", 10_000.0, real=True),
             "max_position_embeddings": value("context_length"),
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
@@ -264,6 +316,14 @@ def _gguf() -> Any:
     return gguf
 
 
+def _aligned(at: int, metadata: dict[str, Any]) -> int:
+    """The first byte from `at` on that a tensor may start at."""
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}, not a whole number of bytes")
+    return -(-at // alignment) * alignment
+
+
 _Info = tuple[int, tuple[int, ...], int]
 
 
@@ -274,8 +334,9 @@ class _Header:
         self._data = data
         self._at = 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, _Info]]:
-        """The metadata, and type number, shape and offset of every tensor."""
+    def read(self) -> tuple[dict[str, Any], dict[str, _Info], int]:
+        """The metadata, type number, shape and offset of every tensor, and where their data
+        begins."""
         if self._data[:4] != b"GGUF":
             raise ValueError("it doesn't begin with GGUF")
         self._at = 4
@@ -285,11 +346,9 @@ class _Header:
         tensors, keys = self._one("Q"), self._one("Q")
         metadata = self._named(keys, lambda: self._value(self._one("I")))
         infos = self._named(tensors, self._info)
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment is {alignment}")
-        data = -(-self._at // alignment) * alignment
-        return metadata, {name: (n, shape, data + at) for name, (n, shape, at) in infos.items()}
+        data = _aligned(self._at, metadata)
+        infos = {name: (number, shape, data + at) for name, (number, shape, at) in infos.items()}
+        return metadata, infos, data
 
     def _named(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -163,9 +163,9 @@ def fingerprint(weights: Params) -> jax.Array:
         unsigned = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
         words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
         # Per axis, so that no axis that is split over devices is folded into another.
-        for axis, size in enumerate(leaf.shape):
+        for axis in range(leaf.ndim):
             place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-            words *= 2 * (place * jnp.uint32(2654435761) + size) + 1
+            words *= 2 * (place * jnp.uint32(2654435761) + jnp.uint32(40503 * (axis + 1))) + 1
         return jnp.sum(words)
 
     sums = [bits(leaf) for leaf in jax.tree.leaves(weights)]

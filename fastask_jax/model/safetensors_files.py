@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ class SafetensorsFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = _parsed(index.read_bytes())["weight_map"]
         files = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} isn't an index of safetensors files: {error!r}") from None
@@ -122,23 +123,53 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 f"{file} can't be read as safetensors: its header is cut short or isn't one"
             )
         try:
-            header = json.loads(stream.read(length))
+            header = _parsed(stream.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(file, 8 + length, **fields) for name, fields in header.items()}
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{file} can't be read as safetensors: {error}") from None
-    end = max((8 + length + header[name]["data_offsets"][1] for name in entries), default=0)
+    end = 8 + length + max((header[name]["data_offsets"][1] for name in entries), default=0)
     if end > size:
         raise ValueError(
             f"{file} is cut short: it has {size:,} bytes and its header speaks of {end:,}; "
             "fetch the file again"
         )
+    # Every byte of the data belongs to one tensor, as the `safetensors` package demands.
+    at = 0
+    for start, stop, name in sorted((*header[name]["data_offsets"], name) for name in entries):
+        if start != at or stop < start:
+            raise ValueError(
+                f"{file} is corrupt: data_offsets of {name} are {start:,} to {stop:,}, but the "
+                f"tensor before it ends at {at:,}; fetch the file again"
+            )
+        at = stop
+    if end < size:
+        raise ValueError(
+            f"{file} is corrupt: it has {size:,} bytes and its tensors end at {end:,}; fetch the "
+            "file again"
+        )
     return entries
+
+
+def _parsed(text: bytes) -> Any:
+    """The JSON in `text`; ValueError where it isn't JSON, has a key twice or is nested deeply."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"it has {twice} twice")
+        return found
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
 
 
 def _entry(file: Path, data: int, dtype: str, shape: list[int], data_offsets: list[int]) -> _Entry:
     start, end = data_offsets
-    if not all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)):
+    if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
         raise ValueError(f"shape {shape} at {data_offsets} isn't one")
     if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{dtype} of shape {shape} doesn't fill the bytes {start} to {end}")

@@ -2,15 +2,20 @@
 
 Within a chunk of C tokens the updates are a unit lower triangular system (the "UT transform" of
 the DeltaNet papers); across chunks the state obeys an affine recurrence `S <- M S + N`, whose
-coefficients are computed for all chunks at once, so that the scan does one small product a
-chunk.  Segment boundaries may fall anywhere: they cut the decay matrix, what a token reads of
-the incoming state, and what reaches the outgoing state.
+coefficients are computed for a block of chunks at once, so that the inner scan does one small
+product a chunk.  Rows longer than a block are scanned block by block: the backward pass keeps the
+states between blocks and works each block out again, so memory beyond inputs, outputs and those
+states is one block's.  Segment boundaries may fall anywhere: they cut the decay matrix, what a
+token reads of the incoming state, and what reaches the outgoing state.
 """
 
 from __future__ import annotations
 
 import jax
 from jax import numpy as jnp
+
+# Tokens of a block.
+_BLOCK = 1024
 
 
 def gated_delta(
@@ -32,41 +37,66 @@ def gated_delta(
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, q.shape[-1], width), jnp.float32)
     initial_state = initial_state.astype(jnp.float32)
-    q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     if length == 1:
-        return _one_token(q, k, v, log_decay, beta, initial_state)
+        tokens = (x[:, 0].astype(jnp.float32) for x in (q, k, v, log_decay, beta))
+        out, state = _one_token(*tokens, initial_state)
+        return out[:, None], state
 
-    pad = -length % chunk
-    chunks = (length + pad) // chunk
+    chunks = -(-length // chunk)
+    blocks = -(-chunks // max(1, _BLOCK // chunk))
+    per_block = -(-chunks // blocks)
+    pad = blocks * per_block * chunk - length
 
     def fold(x):
-        """`[B, T, H, ...]` -> `[B, H, chunks, C, ...]`; padding keeps the state."""
+        """`[B, T, H, ...]` -> `[blocks, B, H, chunks, C, ...]`; padding keeps the state."""
         x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        x = x.reshape(batch, chunks, chunk, *x.shape[2:])
-        return jnp.moveaxis(x, 3, 1)
+        x = x.reshape(batch, blocks, per_block, chunk, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 4), (0, 2))
 
-    q, k, v, log_decay, beta = (fold(x) for x in (q, k, v, log_decay, beta))
+    inputs = [fold(x) for x in (q, k, v, log_decay, beta)]
+    if segment_ids is not None:
+        run = relative_runs(segment_ids, pad, chunk).reshape(batch, blocks, 1, per_block, chunk)
+        inputs.append(jnp.moveaxis(run, 1, 0))
+    if blocks == 1:
+        out, final = _block(initial_state, *(x[0] for x in inputs))
+        out = out[None]
+    else:
+        final, out = jax.lax.scan(
+            jax.checkpoint(lambda state, block: _block(state, *block)[::-1], prevent_cse=False),
+            initial_state,
+            tuple(inputs),
+        )
+    out = jnp.moveaxis(out, (0, 2), (1, 4)).reshape(batch, length + pad, heads, width)
+    return out[:, :length], final
+
+
+def _block(
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    run: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`state [B, H, K, V]`, then `[B, H, chunks, C, ...]`, `run [B, 1, chunks, C]` from
+    `relative_runs`, None where all is one segment -> output and state after the block."""
+    q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
+    chunk, width = v.shape[-2:]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    if segment_ids is None:
+    if run is None:
         related = lower
         reads_state = feeds_state = keeps_state = jnp.array(True)
     else:
-        run, before = _runs(segment_ids, pad, chunk)
         related = lower & (run[..., :, None] == run[..., None, :])
-        related = related[:, None]
-        reads_state = (run == before[..., None])[:, None]
-        feeds_state = (run == run[..., -1:])[:, None]
-        keeps_state = (run[..., -1] == before)[:, None]
+        reads_state = run == 0
+        feeds_state = run == run[..., -1:]
+        keeps_state = run[..., -1] == 0
     # Decays between two tokens are summed, not taken as differences of running sums: neither the
     # values nor their gradients then cancel.
     single = jnp.where(lower, log_decay[..., None, :], 0.0)
     between = jnp.matmul(single, jnp.tril(jnp.ones((chunk, chunk)), -1))
     cumulative = jnp.sum(single, axis=-1)
-
-    def masked_exp(x, mask):
-        """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""
-        return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0.0)), 0.0)
-
     decay = masked_exp(between, related)
     into = masked_exp(cumulative, reads_state)
     out_of = masked_exp(between[..., -1, :], feeds_state)
@@ -88,38 +118,37 @@ def gated_delta(
         return after, state
 
     coefficients = (jnp.moveaxis(x, 2, 0) for x in (drive, removal, across))
-    final, states = jax.lax.scan(step, initial_state, tuple(coefficients))
+    final, states = jax.lax.scan(step, state, tuple(coefficients))
     states = jnp.moveaxis(states, 0, 2)
     scores = jnp.einsum("bhnck,bhndk->bhncd", q, k) * decay
     corrected = value - jnp.matmul(owed, states)
-    out = jnp.matmul(scores, corrected) + jnp.matmul(q * into[..., None], states)
-    out = jnp.moveaxis(out, 1, 3).reshape(batch, chunks * chunk, heads, width)
-    return out[:, :length], final
+    return jnp.matmul(scores, corrected) + jnp.matmul(q * into[..., None], states), final
 
 
-def _runs(segment_ids: jax.Array, pad: int, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Number of the run of equal ids that each token is in, and the run that enters each chunk.
+def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""
+    return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0.0)), 0.0)
 
-    Returns `(run [B, chunks, C], before [B, chunks])`.  The padding continues the last run, and
-    the run that enters the first chunk is the first token's own (it owns the initial state).
+
+def relative_runs(segment_ids: jax.Array, pad: int, chunk: int) -> jax.Array:
+    """How many segment boundaries lie between the end of the chunk before and each token.
+
+    `[B, T]` -> `[B, chunks, C]`: 0 reads the incoming state, and equal numbers within a chunk are
+    one segment.  `pad` tokens more continue the last segment.  The first token owns the state
+    that enters the first chunk.
     """
-    batch = segment_ids.shape[0]
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
-    changed = ids[:, 1:] != ids[:, :-1]
-    run = jnp.cumsum(jnp.pad(changed, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
-    run = run.reshape(batch, -1, chunk)
-    before = jnp.pad(run[:, :-1, -1], ((0, 0), (1, 0)))
-    return run, before
+    changed = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(changed.reshape(ids.shape[0], -1, chunk).astype(jnp.int32), axis=-1)
 
 
 def _one_token(q, k, v, log_decay, beta, state):
-    """The recurrence itself for one token per row; `[B, 1, H, ...]` in and out."""
-    q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
+    """The recurrence itself for one token per row; `[B, H, ...]` in and out."""
     decay = jnp.exp(log_decay)[..., None, None]
     state = state * decay
     error = (v - jnp.sum(state * k[..., :, None], axis=-2)) * beta[..., None]
     state = state + k[..., :, None] * error[..., None, :]
-    return jnp.sum(state * q[..., :, None], axis=-2)[:, None], state
+    return jnp.sum(state * q[..., :, None], axis=-2), state
 
 
 @jax.custom_vjp
