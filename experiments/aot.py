@@ -85,9 +85,7 @@ class Config:
 
     @property
     def decoder(self) -> ModelConfig:
-        return replace(
-            PRESETS[self.model], remat=self.remat, attention_implementation="splash"
-        )
+        return replace(PRESETS[self.model], remat=self.remat)
 
 
 class NoCompiler(ValueError):
@@ -281,7 +279,7 @@ def main(argv: list[str]) -> int:
     mesh = config.mesh.make(topology_devices(config.topology))
     plans = {}
     for name in PROGRAMS if config.program == "both" else (config.program,):
-        print(f"\n{name} step", flush=True)
+        print(f"\n{name} step, compiling (minutes for a large model)", flush=True)
         lower = partial(PROGRAMS[name], config, mesh)
         plans[name] = compile_plan(lower, MEMORY_GIB[config.generation])
         print(report(plans[name]), flush=True)

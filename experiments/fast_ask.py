@@ -45,6 +45,7 @@ from fastask_jax.report.tables import closing_table, group_table
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig
 from fastask_jax.rollout.scheduler import RolloutConfig
+from kernels.choice import Kernels
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Config:
     run_dir: Path = option(Path("runs/fast-ask"), "where everything is kept")
     resume: bool = option(False, "go on from the last committed checkpoint, if there is one")
     model: str = option("tiny", "model preset; the weights must have its shape")
-    weights: Path | None = option(None, "folder of the base weights; none takes the shipped ones")
+    weights: Path | None = option(None, "folder or GGUF file to start from; none: the shipped ones")
     tasks: TaskConfig = option(TaskConfig(), "")
     env: FastAskConfig = option(FastAskConfig(prompt="short"), "")
     loop: LoopConfig = option(LoopConfig(), "")
@@ -83,6 +84,7 @@ class Config:
     engine: EngineConfig = option(EngineConfig(slots=64, max_len=768), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
     mesh: MeshConfig = option(MeshConfig(), "")
+    kernels: Kernels = option(Kernels(), "")
     distributed: DistributedConfig = option(DistributedConfig(), "")
     pool: PoolConfig = option(PoolConfig(), "")
     sandbox: SandboxConfig = option(SandboxConfig(), "")
@@ -129,7 +131,8 @@ PRESET_CONFIGS = {
         loop=LoopConfig(steps=100, batch_size=64, group_size=8, eval_tasks=32),
         optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=5),
         rollout=RolloutConfig(max_turn_tokens=256, max_tokens=1536, tools_in_prompt=True),
-        engine=EngineConfig(slots=64, max_len=4096, append_buckets=(64, 512)),
+        # 16 slots of 4,096 tokens are 3 GB of cache.
+        engine=EngineConfig(slots=16, max_len=4096, append_buckets=(64, 512)),
         pack=PackConfig((2048, 4096), 1),
     ),
     # The settings of the Fast Ask post: 100 steps, batch 256, 8 rollouts a task, evaluation
@@ -150,8 +153,7 @@ PRESET_CONFIGS = {
 
 # Fields of a preset that no checkpoint's config.json holds.
 _HOW_IT_RUNS = (
-    "dtype", "remat", "scan_unroll", "delta_chunk", "attention_implementation",
-    "moe_implementation",
+    "dtype", "remat", "scan_unroll", "delta_chunk", "moe_implementation",
 )  # fmt: skip
 
 
@@ -178,7 +180,11 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     model, params = load_params(
         source, mesh, param_dtype=wanted.dtype if config.lora.rank else "float32"
     )
-    model = replace(model, **{name: getattr(wanted, name) for name in _HOW_IT_RUNS})
+    model = replace(
+        model,
+        kernels=config.kernels,
+        **{name: getattr(wanted, name) for name in _HOW_IT_RUNS},
+    )
     if model.hidden_size != wanted.hidden_size or model.num_layers != wanted.num_layers:
         raise ValueError(f"the weights in {source} don't have the shape of model {config.model!r}")
     check_finite(params, f"the weights in {source}")
@@ -198,6 +204,7 @@ def train(
     With several processes those are process 0's to return; the others have none.
     """
     began = time.monotonic()
+    config = replace(config, kernels=config.kernels.resolved())
     if is_main():
         check_place(config, config.run_dir)
     mesh = config.mesh.make()

@@ -161,6 +161,8 @@ class Trainer:
             )
             stack.enter_context(resumable(self.run_dir))
             if done is None:
+                tasks = len(self.eval_tasks)
+                progress.note(f"evaluating {tasks} tasks; what runs for the first time compiles")
                 values = self._evaluate(state, 0, progress)
                 metrics.write(0, values | self._wall())
                 self._save(0, state)

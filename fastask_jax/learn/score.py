@@ -67,8 +67,9 @@ def score_fn(model: Any, mesh: AnyMesh | None = None) -> ScoreFn:
         # The hidden state at t scores token t + 1.
         ids, wanted = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (tokens, mask))
         logprobs, entropy = _score_hidden(
-            hidden, unembedding(params), ids, wanted, temperature, mesh
-        )
+            hidden, unembedding(params), ids, wanted, temperature, mesh,
+            model.kernels.linear_logprob,
+        )  # fmt: skip
         logprobs, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (logprobs, entropy))
         aux: Metrics = {}
         if "expert_counts" in load:
@@ -85,6 +86,7 @@ def _score_hidden(
     wanted: Array,
     temperature: Float[Array, ""] | float,
     mesh: AnyMesh | None,
+    implementation: str,
 ) -> tuple[Tokens, Tokens]:
     """Logprobs and entropies of `ids` where `wanted`, with the vocabulary split over `tensor`."""
 
@@ -97,6 +99,7 @@ def _score_hidden(
             temperature,
             wanted,
             axis_name="tensor" if parts("tensor") > 1 else None,
+            implementation=implementation,
         )
         return logprobs, entropy
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from kernels.attention import IMPLEMENTATIONS
+from kernels.choice import Kernels
 
 DELTA = "linear_attention"
 FULL = "full_attention"
@@ -91,9 +91,8 @@ class ModelConfig:
     dtype: str = "float32"
     # Tokens per chunk of the gated delta rule.
     delta_chunk: int = 32
-    # Implementation of `kernels.attention` for packed rows; "auto" goes by the default backend.
-    # Ahead-of-time compilation for another platform names it.
-    attention_implementation: str = "auto"
+    # Implementations of the operations in `kernels`.
+    kernels: Kernels = Kernels()
     # "dense" computes every expert for every token, "sorted" only the chosen ones; "auto" takes
     # "dense" up to eight experts, where one wide product beats sorting.
     moe_implementation: str = "auto"
@@ -131,10 +130,6 @@ class ModelConfig:
             )
         if self.moe_implementation not in ("auto", "dense", "sorted"):
             raise ValueError("moe_implementation must be auto, dense or sorted")
-        if self.attention_implementation not in ("auto", *IMPLEMENTATIONS):
-            raise ValueError(
-                f"attention_implementation must be auto, {', '.join(IMPLEMENTATIONS)}"
-            )
         if self.remat not in REMATS:
             raise ValueError(f"remat must be one of {', '.join(REMATS)}")
         if self.dtype not in ("float32", "bfloat16"):

@@ -336,7 +336,7 @@ def _rope(kind: str, text: dict[str, Any]) -> dict[str, Any]:
     style = rope.get("rope_type") or rope.get("type") or "default"
     if style not in ("default", "llama3"):
         raise ValueError(
-            f"rope_type {style!r} isn't supported; only default and llama3 are (in {place})"
+            f"config.json: {place}.rope_type {style!r} isn't supported; only default and llama3 are"
         )
     theta = _given(rope, "rope_theta", _given(text, "rope_theta", 10_000.0))
     fields: dict[str, Any] = {"rope_theta": float(theta)}

@@ -90,10 +90,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rotary: Rotary, segment_ids: jax.Array) -> jax.Array:
         q, gate, k, v = self._project(x, rotary)
-        choice = self.cfg.attention_implementation
-        out = attention(
-            q, k, v, segment_ids, implementation=None if choice == "auto" else choice
-        )
+        out = attention(q, k, v, segment_ids, implementation=self.cfg.kernels.attention)
         return self._finish(out, gate)
 
     def init_cache(self, slots: int, max_len: int) -> LayerCache:
@@ -179,6 +176,7 @@ class GatedDeltaNet(nnx.Module):
             segment_ids,
             state,
             chunk=cfg.delta_chunk,
+            implementation=cfg.kernels.gated_delta,
         )
         z = linear(x, self.in_proj_z[...]).reshape(out.shape)
         out = gated_rms_norm(out, z, self.norm[...], cfg.rms_norm_eps).astype(x.dtype)

@@ -13,6 +13,8 @@ every platform has are used.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from flax import nnx
 from jax import numpy as jnp
@@ -196,18 +198,20 @@ class MixtureOfExperts(nnx.Module):
         order = jnp.argsort(expert, stable=True)
         sizes = jnp.bincount(expert, length=own + 1)[:own]
         gathered = flat[order // k]
-        gate, up = jnp.split(_grouped(gathered, self.gate_up[...], sizes), 2, axis=-1)
-        out = _grouped(swiglu(gate, up), self.down[...], sizes)
+        grouped = partial(_grouped, self.cfg.kernels.grouped_matmul)
+        gate, up = jnp.split(grouped(gathered, self.gate_up[...], sizes), 2, axis=-1)
+        out = grouped(swiglu(gate, up), self.down[...], sizes)
         out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
         return jnp.einsum("nkd,nk->nd", out.reshape(tokens, k, -1), weights.astype(flat.dtype))
 
 
-def _grouped(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+def _grouped(implementation: str, x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` in the type of `x`, low-rank updates included."""
     if isinstance(kernel, Adapted):
-        low = _grouped(x, kernel.a, sizes)
-        return _grouped(x, kernel.base, sizes) + _grouped(low, kernel.b, sizes)
-    return grouped_matmul(x, kernel.astype(x.dtype), sizes)
+        low = _grouped(implementation, x, kernel.a, sizes)
+        update = _grouped(implementation, low, kernel.b, sizes)
+        return _grouped(implementation, x, kernel.base, sizes) + update
+    return grouped_matmul(x, kernel.astype(x.dtype), sizes, implementation=implementation)
 
 
 def _one_hot(chosen: jax.Array, experts: int) -> jax.Array:

@@ -6,20 +6,22 @@ a decoding cache of ragged lengths is `cached_attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from kernels.attention import blocks, reference, splash, xla
 from kernels.attention.xla import cached_attention
+from kernels.choice import pick
 
-__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention"]
+__all__ = ["attention", "cached_attention"]
 
-IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.attention,
     "xla": xla.attention,
     "blocks": blocks.attention,
     "splash": splash.attention,
 }
-_DEFAULTS = {"cpu": "blocks", "tpu": "splash"}
 
 
 def attention(
@@ -36,9 +38,9 @@ def attention(
       q: `[B, T, H, K]`.
       k, v: `[B, T, G, K]`; query head h reads key/value head `h // (H // G)`.
       segment_ids: `[B, T]` int32; equal ids see each other.  Padding (0) is a segment of its own.
-      implementation: "reference", "xla" (few large products, memory quadratic in T), "blocks"
-        (loops over small ones) or "splash" (the TPU kernel); the default goes by JAX's default
-        backend: "blocks" on CPU, "splash" on TPU, else "xla".
+      implementation: "reference", "xla" (few large products), "blocks" (loops over small ones)
+        or "splash" (the TPU kernel); the default, "auto", is "blocks" on CPU, "splash" on TPU,
+        else "xla".
 
     Returns:
       `[B, T, H, K]` in the type of `q`.
@@ -50,7 +52,4 @@ def attention(
         raise ValueError(f"attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}")
     if segment_ids.shape != q.shape[:2]:
         raise ValueError(f"segment_ids must be {q.shape[:2]}, got {segment_ids.shape}")
-    name = implementation or _DEFAULTS.get(jax.default_backend(), "xla")
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name](q, k, v, segment_ids)
+    return pick("attention", _IMPLEMENTATIONS, implementation)(q, k, v, segment_ids)

@@ -10,11 +10,12 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
     """Shapes as in `kernels.attention.attention`."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=wide)
     scores = scores * q.shape[-1] ** -0.5
     position = jnp.arange(length)
     visible = segment_ids[:, :, None] == segment_ids[:, None, :]
     visible = visible & (position[:, None] >= position[None, :])
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("bhqs,bshk->bqhk", weights, v.astype(jnp.float32))
+    out = jnp.einsum("bhqs,bshk->bqhk", weights, v.astype(wide))
     return out.astype(q.dtype)

@@ -15,12 +15,12 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 # Lanes of a vector register: blocks are multiples of it.
 _LANES = 128
-_BLOCK = 512
+BLOCK = 512
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(length: int, heads: int, interpret: bool) -> Any:
-    block = next(size for size in (_BLOCK, 256, _LANES) if length % size == 0)
+def _kernel(length: int, heads: int) -> Any:
+    block = next(size for size in (BLOCK, 256, _LANES) if length % size == 0)
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
     sizes = splash.BlockSizes(
         block_q=block,
@@ -33,20 +33,11 @@ def _kernel(length: int, heads: int, interpret: bool) -> Any:
         block_kv_dq=block,
     )
     with jax.ensure_compile_time_eval():
-        return splash.make_splash_mha(
-            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
-        )
+        return splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
 
 
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Shapes as in `kernels.attention.attention`; `interpret` runs the kernel on any platform."""
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Shapes as in `kernels.attention.attention`."""
     length, width = q.shape[1], q.shape[-1]
     pad = -length % _LANES
     # Padding is a segment of its own: no real id is negative.
@@ -55,6 +46,6 @@ def attention(
         jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
         for x in (q * width**-0.5, k, v)
     )
-    kernel = _kernel(length + pad, q.shape[1], interpret)
+    kernel = _kernel(length + pad, q.shape[1])
     out = jax.vmap(kernel)(q, k, v, segment_ids=splash.SegmentIds(q=ids, kv=ids))
     return out.transpose(0, 2, 1, 3)[:, :length].astype(v.dtype)

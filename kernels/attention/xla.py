@@ -1,8 +1,8 @@
 """Portable attention: packed causal rows in blocks of queries, and a cached form for decoding.
 
 A block of queries reads only the keys that can be before it, so nearly half of the full square
-is never computed.  Memory is still quadratic in the row length (weights are kept for the
-backward pass); rows here are short.
+is never computed.  The backward pass computes each block's weights anew, so memory is one block of
+them, whatever the number of blocks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,48 @@ import jax
 from jax import numpy as jnp
 
 _QUERY_BLOCK = 128
+# Blocks are unrolled, so long rows have larger ones instead of more.
+_MOST_BLOCKS = 32
+
+
+@jax.custom_vjp
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """`weights [B, G, Q, S]` float32, `v [B, G, S, K]` -> `[B, G, Q, K]` float32, by a product in
+    the type of `v`.  The gradient of the weights stays float32: what the softmax takes from it is
+    a small difference."""
+    return jnp.einsum(
+        "bgqs,bgsk->bgqk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+
+
+def _mix_forward(weights, v):
+    return _mix(weights, v), (weights, v)
+
+
+def _mix_backward(residuals, cotangent):
+    weights, v = residuals
+    low = cotangent.astype(v.dtype)
+    d_weights = jnp.einsum("bgqk,bgsk->bgqs", low, v, preferred_element_type=jnp.float32)
+    d_v = jnp.einsum(
+        "bgqs,bgqk->bgsk", weights.astype(v.dtype), low, preferred_element_type=jnp.float32
+    )
+    return d_weights, d_v.astype(v.dtype)
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """`q [B, G, R, Q, K]`, `k, v [B, G, S, K]`, `visible [B, Q, S]` -> `[B, G, R, Q, K]`."""
     batch, heads, repeat, queries, width = q.shape
-    q = (q * width**-0.5).reshape(batch, heads, repeat * queries, width)
+    q = q.reshape(batch, heads, repeat * queries, width)
     scores = jnp.einsum("bgqk,bgsk->bgqs", q, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, heads, repeat, queries, -1)
+    scores = (scores * width**-0.5).reshape(batch, heads, repeat, queries, -1)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    flat = weights.reshape(batch, heads, repeat * queries, -1).astype(v.dtype)
-    out = jnp.einsum("bgqs,bgsk->bgqk", flat, v, preferred_element_type=jnp.float32)
+    out = _mix(weights.reshape(batch, heads, repeat * queries, -1), v)
     return out.reshape(batch, heads, repeat, queries, width) / total
 
 
@@ -35,12 +63,14 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
     grouped = q.reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     outputs = []
-    for start in range(0, length, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, length)
+    attend = jax.checkpoint(_attend) if length > _QUERY_BLOCK else _attend
+    size = _QUERY_BLOCK * -(-length // (_QUERY_BLOCK * _MOST_BLOCKS))
+    for start in range(0, length, size):
+        stop = min(start + size, length)
         visible = segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]
         visible &= jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
         block = grouped[:, :, :, start:stop]
-        outputs.append(_attend(block, k[:, :, :stop], v[:, :, :stop], visible))
+        outputs.append(attend(block, k[:, :, :stop], v[:, :, :stop], visible))
     out = jnp.concatenate(outputs, axis=3) if len(outputs) > 1 else outputs[0]
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
 

@@ -7,14 +7,21 @@ Gates, l2 norms and projections belong to the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
-from kernels.gated_delta import reference, xla
+from kernels.choice import pick
+from kernels.gated_delta import reference, tpu, xla
 from kernels.gated_delta.conv import causal_conv
 
 __all__ = ["causal_conv", "gated_delta"]
 
-_IMPLEMENTATIONS = {"reference": reference.gated_delta, "xla": xla.gated_delta}
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "reference": reference.gated_delta,
+    "xla": xla.gated_delta,
+    "pallas": tpu.gated_delta,
+}
 
 
 def gated_delta(
@@ -43,7 +50,8 @@ def gated_delta(
         token before, the state restarts from zero.
       initial_state: `[B, H, K, V]` float32, the state before the first token; default zeros.
       chunk: tokens worked on at once by the chunked form.
-      implementation: "reference" or "xla" (default).
+      implementation: "reference", "xla" or "pallas" (the TPU kernels); the default, "auto", is
+        "pallas" on TPU, else "xla".
 
     Returns:
       `(out [B, T, H, V] float32, state [B, H, K, V] float32 after the last token)`.
@@ -57,9 +65,6 @@ def gated_delta(
         raise ValueError(
             f"log_decay and beta must be {v.shape[:3]}, got {log_decay.shape} and {beta.shape}"
         )
-    name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
-    return _IMPLEMENTATIONS[name](
+    return pick("gated_delta", _IMPLEMENTATIONS, implementation)(
         q, k, v, log_decay, beta, segment_ids, initial_state, chunk=chunk
     )

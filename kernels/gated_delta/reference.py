@@ -1,4 +1,5 @@
-"""The definition of the gated delta rule: one token after another, in float32."""
+"""The definition of the gated delta rule: one token after another, in float32 (float64 for
+float64 inputs)."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ def gated_delta(
     """Shapes as in `kernels.gated_delta.gated_delta`; `chunk` has no meaning here."""
     del chunk
     batch, length, heads, width = v.shape
+    wide = jnp.promote_types(v.dtype, jnp.float32)
     repeat = heads // q.shape[2]
     q, k = (jnp.repeat(x, repeat, axis=2) for x in (q, k))
     if segment_ids is None:
@@ -27,7 +29,7 @@ def gated_delta(
     else:
         fresh = segment_ids != jnp.pad(segment_ids, ((0, 0), (1, 0)), mode="edge")[:, :-1]
     if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, q.shape[-1], width), jnp.float32)
+        initial_state = jnp.zeros((batch, heads, q.shape[-1], width), wide)
 
     def step(state, token):
         q, k, v, log_decay, beta, fresh = token
@@ -37,8 +39,8 @@ def gated_delta(
         state = state + k[..., :, None] * error[..., None, :]
         return state, jnp.einsum("bhkv,bhk->bhv", state, q)
 
-    tokens = [x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v, log_decay, beta)]
+    tokens = [x.astype(wide).swapaxes(0, 1) for x in (q, k, v, log_decay, beta)]
     state, out = jax.lax.scan(
-        step, initial_state.astype(jnp.float32), (*tokens, fresh.swapaxes(0, 1))
+        step, initial_state.astype(wide), (*tokens, fresh.swapaxes(0, 1))
     )
     return out.swapaxes(0, 1), state

@@ -33,14 +33,14 @@ def gated_delta(
     batch, length, heads, width = v.shape
     repeat = heads // q.shape[2]
     if repeat > 1:
-        q, k = (jnp.repeat(x, repeat, axis=2) for x in (q, k))
+        # In float32, so that the gradients of a key head's value heads are added in it.
+        q, k = (jnp.repeat(x.astype(jnp.float32), repeat, axis=2) for x in (q, k))
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, q.shape[-1], width), jnp.float32)
     initial_state = initial_state.astype(jnp.float32)
     if length == 1:
-        tokens = (x[:, 0].astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-        out, state = _one_token(*tokens, initial_state)
-        return out[:, None], state
+        tokens = [x[:, 0].astype(jnp.float32) for x in (q, k, v, log_decay, beta)]
+        return _one_token(initial_state, *tokens)
 
     chunks = -(-length // chunk)
     blocks = -(-chunks // max(1, _BLOCK // chunk))
@@ -142,13 +142,13 @@ def relative_runs(segment_ids: jax.Array, pad: int, chunk: int) -> jax.Array:
     return jnp.cumsum(changed.reshape(ids.shape[0], -1, chunk).astype(jnp.int32), axis=-1)
 
 
-def _one_token(q, k, v, log_decay, beta, state):
-    """The recurrence itself for one token per row; `[B, H, ...]` in and out."""
+def _one_token(state, q, k, v, log_decay, beta):
+    """The recurrence itself for one token per row, `[B, H, ...]` -> `[B, 1, H, V]` and state."""
     decay = jnp.exp(log_decay)[..., None, None]
     state = state * decay
     error = (v - jnp.sum(state * k[..., :, None], axis=-2)) * beta[..., None]
     state = state + k[..., :, None] * error[..., None, :]
-    return jnp.sum(state * q[..., :, None], axis=-2), state
+    return jnp.sum(state * q[..., :, None], axis=-2)[:, None], state
 
 
 @jax.custom_vjp

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import jax
 
+from kernels.choice import pick
 from kernels.grouped_matmul import megablox, reference, xla
-from kernels.platform import target_platform
 
 __all__ = ["grouped_matmul"]
 
@@ -28,9 +28,8 @@ def grouped_matmul(
       weights: `[E, D, F]`.
       sizes: `[E]` integers; groups may be empty.  Rows beyond their sum belong to no group: they
         cost no products, and their results and gradients are zero.
-      implementation: "reference", "xla" or "megablox" (the TPU kernels); the default goes by the
-        platform of the mesh that the caller runs on, or else by JAX's default backend: "megablox"
-        on TPU, else "xla".
+      implementation: "reference", "xla" or "megablox" (the TPU kernels); the default, "auto", is
+        "megablox" on TPU, else "xla".
 
     Returns:
       `[N, F]` in the type of `x`; differentiable in `x` and `weights` (zero for empty groups).
@@ -43,7 +42,4 @@ def grouped_matmul(
                          f"{weights.shape}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be {weights.shape[:1]}, got {sizes.shape}")
-    name = implementation or ("megablox" if target_platform() == "tpu" else "xla")
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
-    return _IMPLEMENTATIONS[name](x, weights, sizes)
+    return pick("grouped_matmul", _IMPLEMENTATIONS, implementation)(x, weights, sizes)

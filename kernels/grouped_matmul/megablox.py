@@ -31,7 +31,7 @@ def _whole_tiles(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _product(
-    x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool, interpret: bool
+    x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool
 ) -> jax.Array:
     """`x [N, D]` times each group's `[D, F]` (or the transpose of its `[F, D]`)."""
     rows, outer = x.shape[0], weights.shape[1 if transposed else 2]
@@ -43,34 +43,28 @@ def _product(
         x.dtype,
         tiles,
         transpose_rhs=transposed,
-        interpret=interpret,
     )[:rows]
     return jnp.where((jnp.arange(rows) < jnp.sum(sizes))[:, None], out, 0)
 
 
-def grouped_matmul(
-    x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-    """Shapes as in `kernels.grouped_matmul.grouped_matmul`; `interpret` runs on any platform."""
+def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Shapes as in `kernels.grouped_matmul.grouped_matmul`."""
     dtype = jnp.result_type(x, weights)
-    differentiable = jax.custom_vjp(_forward_only, nondiff_argnums=(3,))
-    differentiable.defvjp(_forward, _backward)
-    return differentiable(
-        x.astype(dtype), weights.astype(dtype), sizes.astype(jnp.int32), interpret
-    )
+    return _grouped_matmul(x.astype(dtype), weights.astype(dtype), sizes.astype(jnp.int32))
 
 
-def _forward_only(x, weights, sizes, interpret):
-    return _product(x, weights, sizes, False, interpret)
+@jax.custom_vjp
+def _grouped_matmul(x, weights, sizes):
+    return _product(x, weights, sizes, False)
 
 
-def _forward(x, weights, sizes, interpret):
-    return _product(x, weights, sizes, False, interpret), (x, weights, sizes)
+def _forward(x, weights, sizes):
+    return _product(x, weights, sizes, False), (x, weights, sizes)
 
 
-def _backward(interpret, residuals, cotangent):
+def _backward(residuals, cotangent):
     x, weights, sizes = residuals
-    d_x = _product(cotangent, weights, sizes, True, interpret)
+    d_x = _product(cotangent, weights, sizes, True)
     tiles = _tiles(x.shape[0], x.shape[1], cotangent.shape[1], x.dtype.itemsize)
     d_weights = tgmm(
         _whole_tiles(x, tiles[0]).T,
@@ -78,6 +72,8 @@ def _backward(interpret, residuals, cotangent):
         sizes,
         weights.dtype,
         tiles,
-        interpret=interpret,
     )
     return d_x, d_weights, None
+
+
+_grouped_matmul.defvjp(_forward, _backward)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 from jax import numpy as jnp
 
+from kernels.choice import pick
 from kernels.linear_logprob import reference, xla
 
 __all__ = ["linear_logprob"]
@@ -44,7 +45,7 @@ def linear_logprob(
         vocabulary is split: `head` is then this device's consecutive part of the columns, while
         the other arguments are the same on all peers of that axis, and so are the results.  The
         gradient of `hidden` is this device's part of a sum over the peers.
-      implementation: "reference" or "xla" (default).
+      implementation: "reference", "xla" or "auto" (default).
 
     Returns:
       `(logprob, entropy, logsumexp)`, each `[...]` float32, in nats, zero (with zero gradients)
@@ -61,11 +62,9 @@ def linear_logprob(
         )
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"mask must be {ids.shape} like ids, got {mask.shape}")
-    name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {name!r}; choose from {sorted(_IMPLEMENTATIONS)}")
+    score = pick("linear_logprob", _IMPLEMENTATIONS, implementation)
     lead = ids.shape
-    logprob, entropy, lse = _IMPLEMENTATIONS[name](
+    logprob, entropy, lse = score(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
         ids.reshape(-1),

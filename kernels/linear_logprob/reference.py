@@ -1,4 +1,5 @@
-"""The definition of `linear_logprob`: plain softmax over full logits, float32."""
+"""The definition of `linear_logprob`: plain softmax over full logits, in float32 (float64 for
+float64 inputs)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ def linear_logprob(
     three `[N]` float32; V is this device's part where `axis_name` is."""
     if axis_name is not None:
         head = jax.lax.all_gather(head, axis_name, axis=1, tiled=True)
-    logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-    logits = logits.astype(jnp.float32) / jax.lax.stop_gradient(temperature)[:, None]
+    wide = jnp.promote_types(jnp.result_type(hidden, head), jnp.float32)
+    logits = jnp.matmul(hidden, head, preferred_element_type=wide)
+    logits = logits.astype(wide) / jax.lax.stop_gradient(temperature)[:, None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     logprobs = logits - lse[:, None]
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)

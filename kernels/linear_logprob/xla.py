@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import numpy as jnp
 
-from kernels.platform import target_platform
+from kernels.choice import target_platform
 
 Outputs = tuple[jax.Array, jax.Array, jax.Array]
 Carry = TypeVar("Carry")
@@ -31,7 +31,7 @@ _ELEMENTS = 1 << 26
 _LOW = -1e30
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Sizes of the blocks, and the mesh axis over which the vocabulary is split."""
 
     tokens: int
@@ -45,10 +45,10 @@ def _even(total: int, most: int, multiple: int) -> int:
     return -(-total // blocks // multiple) * multiple
 
 
-def _layout(tokens: int, vocab: int, axis_name: str | None) -> _Layout:
+def layout(tokens: int, vocab: int, axis_name: str | None, platform: str) -> Layout:
     columns = vocab if vocab <= _COLUMNS else _even(vocab, _COLUMNS, 128)
-    elements = _ELEMENTS_CPU if target_platform() == "cpu" else _ELEMENTS
-    return _Layout(_even(tokens, max(8, elements // columns), 8), columns, axis_name)
+    elements = _ELEMENTS_CPU if platform == "cpu" else _ELEMENTS
+    return Layout(_even(tokens, max(8, elements // columns), 8), columns, axis_name)
 
 
 def _logits(hidden: jax.Array, head: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -67,8 +67,8 @@ def linear_logprob(
     """`hidden [N, D]`, `head [D, V]`, `ids [N]`, `temperature [N]`, `mask [N]` bool or None ->
     three `[N]` float32, zero where not `mask`; V is this device's part where `axis_name` is."""
     tokens = ids.shape[0]
-    layout = _layout(tokens, head.shape[1], axis_name)
-    pad = -tokens % layout.tokens
+    blocks = layout(tokens, head.shape[1], axis_name, target_platform())
+    pad = -tokens % blocks.tokens
     if mask is None:
         order, count = jnp.arange(tokens + pad), jnp.int32(tokens)
     else:
@@ -78,7 +78,7 @@ def linear_logprob(
     # Tokens that aren't wanted may hold anything, NaN too.
     rows = jnp.where((jnp.arange(tokens + pad) < count)[:, None], hidden[place], 0)
     heat = jax.lax.stop_gradient(temperature)[place]
-    scored = _scored(layout, rows, head, ids[place], heat, count)
+    scored = _scored(blocks, rows, head, ids[place], heat, count)
     if mask is None:
         return tuple(x[:tokens] for x in scored)  # type: ignore[return-value]
     back = jnp.argsort(order)[:tokens]
@@ -90,7 +90,7 @@ def _take(block: int, index: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _over_columns(
-    layout: _Layout,
+    blocks: Layout,
     head: jax.Array,
     visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, Carry], Carry],
     carry: Carry,
@@ -99,8 +99,8 @@ def _over_columns(
     it starts, its part `[D, C]`, the token ids that its columns stand for, and which of them no
     block before had (None for all): the last block is as wide as the others, so it may begin
     within the one before it."""
-    vocab, width = head.shape[1], layout.columns
-    first = 0 if layout.axis_name is None else vocab * jax.lax.axis_index(layout.axis_name)
+    vocab, width = head.shape[1], blocks.columns
+    first = 0 if blocks.axis_name is None else vocab * jax.lax.axis_index(blocks.axis_name)
 
     def block(index: jax.Array, carry: Carry) -> Carry:
         start = jnp.minimum(index * width, vocab - width)
@@ -114,14 +114,14 @@ def _over_columns(
     return jax.lax.fori_loop(0, -(-vocab // width), block, carry)
 
 
-def _scored(layout: _Layout, *arguments: jax.Array) -> Outputs:
+def _scored(blocks: Layout, *arguments: jax.Array) -> Outputs:
     scored = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
     scored.defvjp(_forward, _backward)
-    return scored(layout, *arguments)
+    return scored(blocks, *arguments)
 
 
-def _forward_only(layout: _Layout, *arguments: jax.Array) -> Outputs:
-    return _forward(layout, *arguments)[0]
+def _forward_only(blocks: Layout, *arguments: jax.Array) -> Outputs:
+    return _forward(blocks, *arguments)[0]
 
 
 def _rescaled(
@@ -134,7 +134,7 @@ def _rescaled(
 
 
 def _forward(
-    layout: _Layout,
+    blocks: Layout,
     hidden: jax.Array,
     head: jax.Array,
     ids: jax.Array,
@@ -142,7 +142,7 @@ def _forward(
     count: jax.Array,
 ) -> tuple[Outputs, tuple[jax.Array, ...]]:
     """The first `count` of N tokens, N a multiple of the block; the rest is zero."""
-    block = layout.tokens
+    block = blocks.tokens
 
     def visit(_, part, columns, fresh, sums):
         def step(index, sums):
@@ -173,12 +173,12 @@ def _forward(
 
     zero = jnp.zeros(ids.shape, jnp.float32)
     peak, total, weighted, chosen = _over_columns(
-        layout, head, visit, (jnp.full(ids.shape, _LOW), zero, zero, zero)
+        blocks, head, visit, (jnp.full(ids.shape, _LOW), zero, zero, zero)
     )
-    if layout.axis_name is not None:
-        higher = jax.lax.pmax(peak, layout.axis_name)
+    if blocks.axis_name is not None:
+        higher = jax.lax.pmax(peak, blocks.axis_name)
         total, weighted = _rescaled(peak, total, weighted, higher)
-        total, weighted, chosen = jax.lax.psum((total, weighted, chosen), layout.axis_name)
+        total, weighted, chosen = jax.lax.psum((total, weighted, chosen), blocks.axis_name)
         peak = higher
     real = jnp.arange(ids.shape[0]) < count
     total = jnp.where(real, total, 1.0)
@@ -193,15 +193,15 @@ def _forward(
     return outputs, (hidden, head, ids, temperature, count, outputs[1], outputs[2])  # type: ignore[return-value]
 
 
-def _backward(layout: _Layout, residuals: Any, cotangents: Outputs) -> tuple:
-    block = layout.tokens
+def _backward(blocks: Layout, residuals: Any, cotangents: Outputs) -> tuple:
+    block = blocks.tokens
     hidden, head, ids, temperature, count, entropy, lse = residuals
     real = jnp.arange(ids.shape[0]) < count
     d_logprob, d_entropy, d_lse = (jnp.where(real, x, 0.0) for x in cotangents)
-    if layout.axis_name is not None:
+    if blocks.axis_name is not None:
         # Every peer has a copy of the outputs, and this device's columns enter all of them.
         d_logprob, d_entropy, d_lse = jax.lax.psum(
-            (d_logprob, d_entropy, d_lse), layout.axis_name
+            (d_logprob, d_entropy, d_lse), blocks.axis_name
         )
     # d logits = p * (d_lse - d_logprob - d_entropy * (log p + H)) + d_logprob at the id
     constant = d_lse - d_logprob - d_entropy * entropy
@@ -244,5 +244,5 @@ def _backward(layout: _Layout, residuals: Any, cotangents: Outputs) -> tuple:
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_part, start, axis=1)
 
     gradients = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
-    d_hidden, d_head = _over_columns(layout, head, visit, gradients)
+    d_hidden, d_head = _over_columns(blocks, head, visit, gradients)
     return d_hidden.astype(hidden.dtype), d_head, None, None, None

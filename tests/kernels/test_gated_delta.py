@@ -168,7 +168,7 @@ def test_bad_arguments_are_refused():
         gated_delta(q[:, :4], k, v, log_decay, beta)
     with pytest.raises(ValueError, match="log_decay and beta must be"):
         gated_delta(q, k, v, log_decay[..., :1], beta)
-    with pytest.raises(ValueError, match="unknown implementation 'pallas'"):
-        gated_delta(q, k, v, log_decay, beta, implementation="pallas")
+    with pytest.raises(ValueError, match="unknown implementation 'mosaic' of gated_delta"):
+        gated_delta(q, k, v, log_decay, beta, implementation="mosaic")
     with pytest.raises(ValueError, match="not both"):
         causal_conv(v[:, :, 0], jnp.ones((4, 12)), jnp.ones((1, 8)), jnp.zeros((1, 3, 12)))

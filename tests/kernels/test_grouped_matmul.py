@@ -4,15 +4,17 @@ import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
-from kernels.grouped_matmul import grouped_matmul, megablox
+from kernels.grouped_matmul import grouped_matmul
 from kernels.grouped_matmul.xla import _layout
 
 
-def compute(x, weights, counts, name):
-    if name == "megablox":
-        return megablox.grouped_matmul(x, weights, counts, interpret=True)
-    return grouped_matmul(x, weights, counts, implementation=name)
+@pytest.fixture(autouse=True)
+def interpreted():
+    """TPU kernels run here too; with race detection they do in `test_tpu_kernels`."""
+    with pltpu.force_tpu_interpret_mode():
+        yield
 
 
 @pytest.mark.parametrize("name", ["xla", "megablox"])
@@ -34,7 +36,7 @@ def test_values_and_gradients_equal_the_reference(sizes, name, quick_jit):
     counts = jnp.asarray(sizes, jnp.int32)
 
     def objective(x, weights, chosen):
-        out = compute(x, weights, counts, chosen)
+        out = grouped_matmul(x, weights, counts, implementation=chosen)
         return jnp.vdot(out, cotangent), out
 
     grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
@@ -57,7 +59,7 @@ def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, name, quick_ji
     counts = jnp.asarray(sizes, jnp.int32)
 
     def objective(x, weights, chosen):
-        out = compute(x, weights, counts, chosen)
+        out = grouped_matmul(x, weights, counts, implementation=chosen)
         return jnp.vdot(out, cotangent), out
 
     grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from kernels.linear_logprob import linear_logprob
+from kernels.linear_logprob import linear_logprob, xla
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +57,33 @@ def test_values_and_gradients_equal_the_reference(tokens, vocab, temperature, wa
         assert not np.asarray(got)[:, ~mask].any() and not np.asarray(got_grads[0])[~mask].any()
     for x, y in zip(got_grads, expected_grads, strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+
+
+@pytest.mark.parametrize("vocab", [257, 512, 700, 2049])
+def test_blocks_of_columns_equal_the_reference(vocab, monkeypatch):
+    """Several blocks of columns and of tokens, the last ones overlapping the ones before."""
+    monkeypatch.setattr(xla, "_COLUMNS", 256)
+    monkeypatch.setattr(xla, "_ELEMENTS_CPU", 256 * 24)
+    hidden, head, ids, weights = example(60, 16, vocab)
+    mask = jax.random.uniform(jax.random.key(9), (60,)) < 0.8
+
+    def grad(name):
+        step = jax.value_and_grad(objective, (0, 1), has_aux=True)
+        return jax.jit(step, static_argnums=5)(hidden, head, ids, weights, 0.7, name, mask)
+
+    for x, y in zip(jax.tree.leaves(grad("xla")), jax.tree.leaves(grad("reference")), strict=True):
+        assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+
+
+def test_a_column_of_every_block_may_be_the_largest(monkeypatch):
+    monkeypatch.setattr(xla, "_COLUMNS", 256)
+    hidden, ids = jnp.ones((6, 1)), jnp.asarray([0, 255, 256, 511, 512, 699])
+    logits = -1e4 * jnp.ones((6, 700))
+    for token, column in enumerate(ids.tolist()):
+        logits = logits.at[token, column].set(1e4)
+    for token in range(6):
+        score = linear_logprob(hidden[:1], logits[token][None], ids[token : token + 1])
+        np.testing.assert_allclose(np.asarray(score).ravel(), [0.0, 0.0, 1e4])
 
 
 def test_masked_tokens_may_hold_anything():
@@ -142,13 +169,15 @@ jax.config.update("jax_num_cpu_devices", 4)
 from functools import partial
 from jax import numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
-from kernels.linear_logprob import linear_logprob
+from kernels.linear_logprob import linear_logprob, xla
 
 mesh = jax.make_mesh((2, 2), ("rows", "vocab"), axis_types=(AxisType.Auto,) * 2)
 keys = jax.random.split(jax.random.key(0), 5)
 hidden = 0.3 * jax.random.normal(keys[0], (2, 70, 24))
-head = jax.random.normal(keys[1], (24, 84))
-ids = jax.random.randint(keys[2], (2, 70), 0, 84)
+# Each device's 600 columns are three blocks.
+xla._COLUMNS = 256
+head = jax.random.normal(keys[1], (24, 1200))
+ids = jax.random.randint(keys[2], (2, 70), 0, 1200)
 weights = jax.random.normal(keys[3], (3, 2, 70))
 # Rows with different numbers of wanted tokens: devices of different rows loop differently often.
 mask = jax.random.uniform(keys[4], (2, 70)) < jnp.asarray([[0.1], [0.9]])

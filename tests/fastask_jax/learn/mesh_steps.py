@@ -31,6 +31,7 @@ from fastask_jax.model import (
 )
 from fastask_jax.model.lora import TARGETS, LoraConfig, fingerprint, init_adapters
 from fastask_jax.model.mesh import put
+from kernels.choice import Kernels
 
 MESHES = [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 4, 1, 2)]
 
@@ -52,7 +53,7 @@ CONFIG = ModelConfig(
     initializer_range=0.3,
     rms_norm_eps=1e-3,
     delta_chunk=8,
-    attention_implementation="reference",
+    kernels=Kernels(attention="reference"),
     moe_implementation="sorted",
 )
 LLAMA = ModelConfig(

@@ -24,6 +24,11 @@ from fastask_jax.model.config import DELTA, DENSE, FULL, MOE, Llama3Rope
         ({"rope_theta": float("nan")}, "rope_theta must be a positive number, got nan"),
         ({"initializer_range": float("inf")}, "initializer_range must be a positive number"),
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a positive number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True"),
+        ({"heads": 4.0}, "heads must be a whole number, got 4.0"),
+        ({"hidden_size": "128"}, "hidden_size must be a whole number, got '128'"),
+        ({"kv_heads": True}, "kv_heads must be a whole number, got True"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"head_dim": 6, "partial_rotary_factor": 0.5}, "must be even"),
         ({"moe_implementation": "capacity"}, "moe_implementation must be"),
         ({"remat": "all"}, "remat must be one of none, block, dots"),
@@ -35,7 +40,10 @@ def test_misfits_are_named(fields, message):
         ModelConfig(**fields)
 
 
-@pytest.mark.parametrize("factors", [(8.0, 4.0, 1.0, 64), (0.0, 1.0, 4.0, 64)])
+@pytest.mark.parametrize(
+    "factors",
+    [(8.0, 4.0, 1.0, 64), (0.0, 1.0, 4.0, 64), (float("nan"), 1.0, 4.0, 64), ("8", 1.0, 4.0, 64)],
+)
 def test_a_senseless_rope_is_refused(factors):
     with pytest.raises(ValueError, match="high_freq_factor above low_freq_factor"):
         Llama3Rope(*factors)

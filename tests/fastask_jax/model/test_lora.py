@@ -92,7 +92,7 @@ def test_fresh_adapters_change_nothing_and_have_axes():
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="rank must be 0 or more"):
+    with pytest.raises(ValueError, match="rank must be a whole number, 0 or more"):
         LoraConfig(rank=-1)
     with pytest.raises(ValueError, match="not mixer.router"):
         LoraConfig(rank=2, targets=("mixer.router",))
