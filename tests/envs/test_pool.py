@@ -489,7 +489,7 @@ def script(body):
 
 def test_workers_end_with_a_parent_that_forgets_to_close():
     process = script({"first": "", "then": "pool.reset(1, {'steps': 2, 'seed': 1})"})
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and err == ""
     assert len(out.split()) == 2 and all(gone(int(pid)) for pid in out.split())
 
@@ -518,7 +518,7 @@ def test_ctrl_c_is_the_parents_alone():
     for pid in workers:  # as a terminal would, had they stayed in its group
         os.kill(pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and err == ""
     assert all(gone(pid) for pid in workers)
 

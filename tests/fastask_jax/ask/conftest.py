@@ -47,10 +47,14 @@ def blank(small, tmp_path_factory) -> Path:
     """A policy folder with random weights."""
     import jax
 
+    from fastask_jax.ask.checkpoint import SHIPPED
     from fastask_jax.model import init_params, save_params
+    from fastask_jax.model.tokenizers import load_tokenizer
 
     folder = tmp_path_factory.mktemp("blank") / "policy"
-    save_params(folder, small, init_params(small, jax.random.key(0)))
+    tokenizer = load_tokenizer(SHIPPED)
+    params = init_params(small, jax.random.key(0))
+    save_params(folder, small, params, extras=tokenizer.save_pretrained)
     return folder
 
 
@@ -91,7 +95,9 @@ def taught(small, book, tmp_path_factory) -> Path:
     import jax.numpy as jnp
     import optax
 
+    from fastask_jax.ask.checkpoint import SHIPPED
     from fastask_jax.model import forward, init_params, save_params, unembedding
+    from fastask_jax.model.tokenizers import load_tokenizer
 
     ids, said = transcript(book)
     tokens = jnp.asarray([ids])
@@ -121,7 +127,8 @@ def taught(small, book, tmp_path_factory) -> Path:
             break
     assert worst < 0.1
     run = tmp_path_factory.mktemp("taught")
-    save_params(run / "policy", small, params)
+    tokenizer = load_tokenizer(SHIPPED)
+    save_params(run / "policy", small, params, extras=tokenizer.save_pretrained)
     return run
 
 
