@@ -46,14 +46,10 @@ class Kernels:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name))
 
-    def resolved(self, platform: str | None = None) -> Kernels:
-        """With what "auto" stands for on a platform (default: `target_platform()`)."""
-        return Kernels(
-            **{
-                field.name: _chosen(field.name, getattr(self, field.name), platform)
-                for field in dataclasses.fields(self)
-            }
-        )
+    def resolved(self) -> Kernels:
+        """With what "auto" stands for here."""
+        names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Kernels(**{operation: _chosen(operation, name) for operation, name in names.items()})
 
 
 def pick(
@@ -66,7 +62,7 @@ def pick(
     """
     name = name or AUTO
     _check(operation, name)
-    return implementations[_chosen(operation, name, None)]
+    return implementations[_chosen(operation, name)]
 
 
 def _check(operation: str, name: str) -> None:
@@ -77,10 +73,10 @@ def _check(operation: str, name: str) -> None:
         )
 
 
-def _chosen(operation: str, name: str, platform: str | None) -> str:
+def _chosen(operation: str, name: str) -> str:
     if name != AUTO:
         return name
-    return _BY_PLATFORM.get(operation, {}).get(platform or target_platform(), _ELSEWHERE)
+    return _BY_PLATFORM.get(operation, {}).get(target_platform(), _ELSEWHERE)
 
 
 def target_platform() -> str:
