@@ -26,9 +26,11 @@ def _normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def _jitted(objective: Callable[..., jax.Array], *arguments: jax.Array) -> tuple[Side, float]:
+def _jitted(
+    objective: Callable[..., Any], *arguments: jax.Array, has_aux: bool = False
+) -> tuple[Side, float]:
     """A call of the gradient in all arguments, and its megabytes of temporaries."""
-    step = jax.jit(jax.grad(objective, tuple(range(len(arguments)))))
+    step = jax.jit(jax.grad(objective, tuple(range(len(arguments))), has_aux=has_aux))
     compiled = step.lower(*arguments).compile()
     analysis = compiled.memory_analysis()
     megabytes = analysis.temp_size_in_bytes / 1e6 if analysis else float("nan")
@@ -36,20 +38,28 @@ def _jitted(objective: Callable[..., jax.Array], *arguments: jax.Array) -> tuple
 
 
 def linear_logprob_sides() -> tuple[Side, Side, dict[str, Any]]:
-    """SmolLM2's head, tied: logprobs of 2,048 tokens, against a log-softmax of whole logits."""
+    """SmolLM2's head, tied: logprobs, entropies and log-sum-exps of 2,048 tokens, with gradients
+    of the first, against the same from whole logits."""
     tokens, width, vocab = 2048, 576, 49_152
     hidden, embedding = _normal(0, tokens, width), 0.05 * _normal(1, vocab, width)
     ids = jax.random.randint(jax.random.key(2), (tokens,), 0, vocab)
     weights = _normal(3, tokens)
 
     def ours(hidden, embedding):
-        return jnp.vdot(weights, linear_logprob(hidden, embedding.T, ids)[0])
+        logprob, *others = linear_logprob(hidden, embedding.T, ids)
+        return jnp.vdot(weights, logprob), others
 
     def plain(hidden, embedding):
-        logprobs = jax.nn.log_softmax(hidden @ embedding.T)
-        return jnp.vdot(weights, jnp.take_along_axis(logprobs, ids[:, None], axis=1)[:, 0])
+        logits = hidden @ embedding.T
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        logprobs = logits - lse[:, None]
+        logprob = jnp.take_along_axis(logprobs, ids[:, None], axis=1)[:, 0]
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+        return jnp.vdot(weights, logprob), (entropy, lse)
 
-    (mine, my_mb), (theirs, their_mb) = (_jitted(f, hidden, embedding) for f in (ours, plain))
+    (mine, my_mb), (theirs, their_mb) = (
+        _jitted(f, hidden, embedding, has_aux=True) for f in (ours, plain)
+    )
     shape = {"tokens": tokens, "width": width, "vocab": vocab}
     return mine, theirs, shape | {"temporaries_mb": my_mb, "peer_temporaries_mb": their_mb}
 
@@ -141,7 +151,7 @@ def attention_sides() -> tuple[Side, Side, dict[str, Any]]:
 
 
 PEERS = {
-    "linear_logprob": ("jitted log_softmax of whole logits", linear_logprob_sides),
+    "linear_logprob": ("the same from whole logits, jitted", linear_logprob_sides),
     "gated_delta": ("transformers torch_chunk_gated_delta_rule", gated_delta_sides),
     "grouped_matmul": ("all experts on all tokens", grouped_matmul_sides),
     "attention": ("jax.nn.dot_product_attention", attention_sides),

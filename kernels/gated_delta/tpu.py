@@ -3,8 +3,7 @@
 One program walks over a head's chunks in order with the state in fast memory: only tokens are
 read and outputs written, and for training the state at the start of each chunk.  The backward
 kernel walks the other way, works each chunk out again from that state and pulls the gradients
-back through it; both kernels run the same `_chunk`.  Every product is float32 at full precision:
-the inverse loses digits otherwise.
+back through it; both kernels run the same `advance`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.gated_delta import xla
-from kernels.gated_delta.xla import masked_exp, relative_runs
+from kernels.gated_delta.chunk import advance, dot, places, relative_runs
 
 
 def gated_delta(
@@ -52,8 +51,7 @@ def gated_delta(
 
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, length), jnp.int32)
-    # Small whole numbers: exact in float32, which every vector unit can reduce.
-    run = relative_runs(segment_ids, pad, chunk)[:, :, None].astype(jnp.float32)
+    run = relative_runs(segment_ids, pad, chunk)
     if initial_state is None:
         initial_state = jnp.zeros((batch, heads, q.shape[-1], width), jnp.float32)
     out, final = _gated_delta(
@@ -68,37 +66,16 @@ def gated_delta(
     return jnp.moveaxis(out, 1, 2)[:, :length], final
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _places(size: int) -> tuple[jax.Array, jax.Array]:
-    """Row and column numbers of a `[C, C]` array."""
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))  # type: ignore[return-value]
-
-
-def _column(row: jax.Array) -> jax.Array:
-    """`[1, C]` -> `[C, 1]`."""
-    i, j = _places(row.shape[1])
-    return jnp.sum(jnp.where(i == j, row, 0.0), axis=1, keepdims=True)
-
-
 def _inverse(system: jax.Array) -> jax.Array:
     """`inv(I + system)`, strictly lower triangular `[C, C]`: inverses of diagonal blocks merged
     pair by pair, as in `kernels.gated_delta.xla.unit_lower_inverse`."""
-    i, j = _places(system.shape[0])
+    i, j = places(system.shape[0])
     inverse = jnp.where(i == j, 1.0, 0.0)
     for level in range(system.shape[0].bit_length() - 1):
         pair = (i >> (level + 1)) == (j >> (level + 1))
         joins = pair & (((i >> level) & 1) == 1) & (((j >> level) & 1) == 0)
         link = jnp.where(joins, system, 0.0)
-        inverse -= link if level == 0 else _dot(_dot(inverse, link), inverse)
+        inverse -= link if level == 0 else dot(dot(inverse, link), inverse)
     return inverse
 
 
@@ -113,32 +90,12 @@ def _inverse_forward(system):
 
 
 def _inverse_backward(inverse, cotangent):
-    gradient = _dot(_dot(inverse, cotangent, (0, 0)), inverse, (1, 1))
-    i, j = _places(inverse.shape[0])
+    gradient = dot(dot(inverse, cotangent, (0, 0)), inverse, (1, 1))
+    i, j = places(inverse.shape[0])
     return (jnp.where(j < i, -gradient, 0.0),)
 
 
 _differentiable_inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _chunk(inverse_of, run, state, q, k, v, log_decay, beta):
-    """One chunk of one head: `state [K, V]`, `q, k [C, K]`, `v [C, V]`, the rest `[1, C]`, all
-    float32 -> outputs `[C, V]` and the state after it."""
-    i, j = _places(run.shape[1])
-    token_run, last_run = _column(run), jnp.max(run, axis=1, keepdims=True)
-    single = jnp.where(j <= i, log_decay, 0.0)
-    between = _dot(single, jnp.where(j < i, 1.0, 0.0))
-    decay = masked_exp(between, (j <= i) & (token_run == run))
-    into = masked_exp(jnp.sum(single, axis=1, keepdims=True), token_run == 0.0)
-    after = jnp.sum(jnp.where(j > i, log_decay, 0.0), axis=1, keepdims=True)
-    out_of = masked_exp(after, token_run == last_run)
-    across = masked_exp(jnp.sum(log_decay, axis=1, keepdims=True), last_run == 0.0)
-
-    rate = _column(beta)
-    inverse = inverse_of(jnp.where(j < i, _dot(k, k, (1, 1)) * decay * rate, 0.0))
-    corrected = _dot(inverse, rate * (v - into * _dot(k, state)))
-    out = _dot(_dot(q, k, (1, 1)) * decay, corrected) + into * _dot(q, state)
-    return out, across * state + _dot(out_of * k, corrected, (0, 0))
 
 
 def _forward_kernel(initial, q, k, v, log_decay, beta, run, out, final, *states_and_state):
@@ -151,7 +108,7 @@ def _forward_kernel(initial, q, k, v, log_decay, beta, run, out, final, *states_
     if states:
         states[0][...] = state[...]
     tokens = (x[...].astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    out[...], state[...] = _chunk(_inverse, run[...], state[...], *tokens)
+    out[...], state[...] = advance(_inverse, run[...], state[...], *tokens)
     final[...] = state[...]
 
 
@@ -165,9 +122,11 @@ def _backward_kernel(
 
     tokens = (x[...].astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     segment = run[...]
-    _, pull = jax.vjp(
-        lambda *x: _chunk(_differentiable_inverse, segment, *x), states[...], *tokens
-    )
+
+    def one(*x):
+        return advance(_differentiable_inverse, segment, *x)
+
+    _, pull = jax.vjp(one, states[...], *tokens)
     gradients = pull((d_out[...], d_state[...]))
     d_state[...], d_q[...], d_k[...], d_v[...], d_log_decay[...], d_beta[...] = gradients
     d_initial[...] = d_state[...]

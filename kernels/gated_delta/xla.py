@@ -1,21 +1,17 @@
 """Chunked gated delta rule in plain matrix products, and the one-token step.
 
-Within a chunk of C tokens the updates are a unit lower triangular system (the "UT transform" of
-the DeltaNet papers); across chunks the state obeys an affine recurrence `S <- M S + N`, whose
-coefficients are computed for a block of chunks at once, so that the inner scan does one small
-product a chunk.  Rows longer than a block are scanned block by block: the backward pass keeps the
-states between blocks and works each block out again, so memory beyond inputs, outputs and those
-states is one block's.  Segment boundaries may fall anywhere: they cut the decay matrix, what a
-token reads of the incoming state, and what reaches the outgoing state.
+A scan walks over the chunks in order.  Its backward pass keeps the inputs and the states between
+chunks, and works each chunk out again.
 """
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from jax import numpy as jnp
 
-# Tokens of a block.
-_BLOCK = 1024
+from kernels.gated_delta.chunk import advance, relative_runs
 
 
 def gated_delta(
@@ -31,115 +27,52 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """Shapes as in `kernels.gated_delta.gated_delta`."""
     batch, length, heads, width = v.shape
-    repeat = heads // q.shape[2]
-    if repeat > 1:
-        # In float32, so that the gradients of a key head's value heads are added in it.
-        q, k = (jnp.repeat(x.astype(jnp.float32), repeat, axis=2) for x in (q, k))
+    groups, keys = q.shape[2:]
+    repeat = heads // groups
     if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, q.shape[-1], width), jnp.float32)
+        initial_state = jnp.zeros((batch, heads, keys, width), jnp.float32)
     initial_state = initial_state.astype(jnp.float32)
+    # In float32, so that the gradients of a key head's value heads are added in it.
+    inputs = [x.astype(jnp.float32) for x in (q, k, v, log_decay, beta)]
     if length == 1:
-        tokens = [x[:, 0].astype(jnp.float32) for x in (q, k, v, log_decay, beta)]
-        return _one_token(initial_state, *tokens)
+        q, k, v, log_decay, beta = (x[:, 0] for x in inputs)
+        q, k = (jnp.repeat(x, repeat, axis=1) for x in (q, k))
+        return _one_token(initial_state, q, k, v, log_decay, beta)
 
-    chunks = -(-length // chunk)
-    blocks = -(-chunks // max(1, _BLOCK // chunk))
-    per_block = -(-chunks // blocks)
-    pad = blocks * per_block * chunk - length
+    pad = -length % chunk
+    chunks = (length + pad) // chunk
 
-    def fold(x):
-        """`[B, T, H, ...]` -> `[blocks, B, H, chunks, C, ...]`; padding keeps the state."""
+    def fold(x: jax.Array, *shape: int) -> jax.Array:
+        """`[B, T, H, ...]` -> `[chunks, B, *shape]`; padding keeps the state."""
         x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        x = x.reshape(batch, blocks, per_block, chunk, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 4), (0, 2))
+        x = x.reshape(batch, chunks, chunk, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2)).reshape(chunks, batch, *shape)
 
-    inputs = [fold(x) for x in (q, k, v, log_decay, beta)]
-    if segment_ids is not None:
-        run = relative_runs(segment_ids, pad, chunk).reshape(batch, blocks, 1, per_block, chunk)
-        inputs.append(jnp.moveaxis(run, 1, 0))
-    if blocks == 1:
-        out, final = _block(initial_state, *(x[0] for x in inputs))
-        out = out[None]
-    else:
-        final, out = jax.lax.scan(
-            jax.checkpoint(lambda state, block: _block(state, *block)[::-1], prevent_cse=False),
-            initial_state,
-            tuple(inputs),
-        )
-    out = jnp.moveaxis(out, (0, 2), (1, 4)).reshape(batch, length + pad, heads, width)
-    return out[:, :length], final
+    q, k, v, log_decay, beta = inputs
+    folded = (
+        *(fold(x, groups, chunk, keys) for x in (q, k)),
+        fold(v, groups, repeat, chunk, width),
+        *(fold(x, groups, repeat, 1, chunk) for x in (log_decay, beta)),
+    )
+    if segment_ids is None:
+        segment_ids = jnp.zeros((batch, length), jnp.int32)
+    run = jnp.moveaxis(relative_runs(segment_ids, pad, chunk), 1, 0)
 
+    alone = functools.partial(advance, unit_lower_inverse)
+    value_heads = jax.vmap(alone, (None, 0, None, None, 0, 0, 0))
+    key_heads = jax.vmap(value_heads, (None, 0, 0, 0, 0, 0, 0))
+    rows = jax.checkpoint(jax.vmap(key_heads), prevent_cse=False)
 
-def _block(
-    state: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    run: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`state [B, H, K, V]`, then `[B, H, chunks, C, ...]`, `run [B, 1, chunks, C]` from
-    `relative_runs`, None where all is one segment -> output and state after the block."""
-    q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    chunk, width = v.shape[-2:]
-    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    if run is None:
-        related = lower
-        reads_state = feeds_state = keeps_state = jnp.array(True)
-    else:
-        related = lower & (run[..., :, None] == run[..., None, :])
-        reads_state = run == 0
-        feeds_state = run == run[..., -1:]
-        keeps_state = run[..., -1] == 0
-    # Decays between two tokens are summed, not taken as differences of running sums: neither the
-    # values nor their gradients then cancel.
-    single = jnp.where(lower, log_decay[..., None, :], 0.0)
-    between = jnp.matmul(single, jnp.tril(jnp.ones((chunk, chunk)), -1))
-    cumulative = jnp.sum(single, axis=-1)
-    decay = masked_exp(between, related)
-    into = masked_exp(cumulative, reads_state)
-    out_of = masked_exp(between[..., -1, :], feeds_state)
-    across = masked_exp(cumulative[..., -1], keeps_state)
+    def step(state, inputs):
+        run, *tokens = inputs
+        out, state = rows(run, state, *tokens)
+        return state, out
 
-    product = jnp.einsum("bhnck,bhndk->bhncd", k, k)
-    system = jnp.where(jnp.tril(lower, -1), product * decay * beta[..., None], 0.0)
-    inverse = unit_lower_inverse(system)
-    # Both right-hand sides share the inverse: corrected values, and what they owe to the state.
-    owed = (beta * into)[..., None] * k
-    solved = jnp.matmul(inverse, jnp.concatenate([beta[..., None] * v, owed], axis=-1))
-    fed = jnp.einsum("bhnck,bhncv->bhnkv", k * out_of[..., None], solved)
-    value, owed = solved[..., :width], solved[..., width:]
-    drive, removal = fed[..., :width], fed[..., width:]
-
-    def step(state, coefficients):
-        drive, removal, across = coefficients
-        after = across[..., None, None] * state + drive - jnp.matmul(removal, state)
-        return after, state
-
-    coefficients = (jnp.moveaxis(x, 2, 0) for x in (drive, removal, across))
-    final, states = jax.lax.scan(step, state, tuple(coefficients))
-    states = jnp.moveaxis(states, 0, 2)
-    scores = jnp.einsum("bhnck,bhndk->bhncd", q, k) * decay
-    corrected = value - jnp.matmul(owed, states)
-    return jnp.matmul(scores, corrected) + jnp.matmul(q * into[..., None], states), final
-
-
-def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""
-    return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0.0)), 0.0)
-
-
-def relative_runs(segment_ids: jax.Array, pad: int, chunk: int) -> jax.Array:
-    """How many segment boundaries lie between the end of the chunk before and each token.
-
-    `[B, T]` -> `[B, chunks, C]`: 0 reads the incoming state, and equal numbers within a chunk are
-    one segment.  `pad` tokens more continue the last segment.  The first token owns the state
-    that enters the first chunk.
-    """
-    ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
-    changed = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum(changed.reshape(ids.shape[0], -1, chunk).astype(jnp.int32), axis=-1)
+    state = initial_state.reshape(batch, groups, repeat, keys, width)
+    final, out = jax.lax.scan(step, state, (run, *folded))
+    out = jnp.moveaxis(out.reshape(chunks, batch, heads, chunk, width), (0, 2), (1, 3))
+    out = out.reshape(batch, length + pad, heads, width)[:, :length]
+    return out, final.reshape(initial_state.shape)
 
 
 def _one_token(state, q, k, v, log_decay, beta):

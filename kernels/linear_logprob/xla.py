@@ -1,12 +1,13 @@
-"""Chunked `linear_logprob`: loops over blocks of columns and of tokens, logits recomputed in the
-backward pass.
+"""Chunked `linear_logprob`: loops over blocks of the vocabulary and of tokens, logits recomputed
+in the backward pass.
 
-Memory is one block of logits, whatever the numbers of tokens and of columns; the price is one
-more matrix product (8 N D V operations forward plus backward instead of 6).  The columns are the
-outer loop: a block's part of the head is read once, and its gradient written once, for all
-tokens.  Only the tokens that are asked for are worked on: they are moved to the front and the
-inner loop ends after the last of them.  Over a mesh, each device holds some columns of the head,
-and the sums over the vocabulary go through collectives after the loops.
+Memory is one block of logits, whatever the numbers of tokens and of words; the price is one more
+matrix product (8 N D V operations forward plus backward instead of 6).  On CPUs, where a product
+costs far more than moving what it gave, the logits of the first words are kept, up to a fixed
+number of bytes.  The words are the outer loop: a block's part of the head is read once, and its
+gradient written once, for all tokens.  Only the tokens that are asked for are worked on: they are
+moved to the front and the inner loop ends after the last of them.  Over a mesh, each device holds
+some words of the head, and the sums over the vocabulary go through collectives after the loops.
 """
 
 from __future__ import annotations
@@ -22,21 +23,31 @@ from kernels.choice import target_platform
 Outputs = tuple[jax.Array, jax.Array, jax.Array]
 Carry = TypeVar("Carry")
 
-# Columns of a block, and elements of logits held at once: enough tokens to fill the matrix units
-# and to pay for a pass over the gradient of a block of the head.
-_COLUMNS = 1 << 13
-_ELEMENTS_CPU = 1 << 21
-_ELEMENTS = 1 << 26
+
+class Sizes(NamedTuple):
+    """`words` of a block; elements of logits at once, enough tokens to fill the matrix units and
+    to pay for a pass over the gradient of a block of the head; elements kept."""
+
+    words: int
+    elements: int
+    kept: int
+
+
+SIZES = {"cpu": Sizes(1 << 11, 1 << 22, 1 << 26)}
+_ACCELERATOR = Sizes(1 << 13, 1 << 26, 0)
 # Stands for minus infinity where a difference of two such must not be NaN.
 _LOW = -1e30
 
 
 class Layout(NamedTuple):
-    """Sizes of the blocks, and the mesh axis over which the vocabulary is split."""
+    """Sizes of the blocks, how many blocks of words are kept for the backward pass, the mesh axis
+    over which the vocabulary is split, and whether this is for a CPU."""
 
     tokens: int
-    columns: int
+    words: int
+    kept: int
     axis_name: str | None
+    cpu: bool
 
 
 def _even(total: int, most: int, multiple: int) -> int:
@@ -46,14 +57,11 @@ def _even(total: int, most: int, multiple: int) -> int:
 
 
 def layout(tokens: int, vocab: int, axis_name: str | None, platform: str) -> Layout:
-    columns = vocab if vocab <= _COLUMNS else _even(vocab, _COLUMNS, 128)
-    elements = _ELEMENTS_CPU if platform == "cpu" else _ELEMENTS
-    return Layout(_even(tokens, max(8, elements // columns), 8), columns, axis_name)
-
-
-def _logits(hidden: jax.Array, head: jax.Array, temperature: jax.Array) -> jax.Array:
-    logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-    return logits.astype(jnp.float32) / temperature[:, None]
+    sizes = SIZES.get(platform, _ACCELERATOR)
+    words = vocab if vocab <= sizes.words else _even(vocab, sizes.words, 128)
+    block = _even(tokens, max(8, sizes.elements // words), 8)
+    kept = min(-(-vocab // words), sizes.kept // (-(-tokens // block) * block * words))
+    return Layout(block, words, kept, axis_name, platform == "cpu")
 
 
 def linear_logprob(
@@ -77,8 +85,10 @@ def linear_logprob(
     place = jnp.minimum(order, tokens - 1)
     # Tokens that aren't wanted may hold anything, NaN too.
     rows = jnp.where((jnp.arange(tokens + pad) < count)[:, None], hidden[place], 0)
+    if blocks.cpu:
+        rows = rows.astype(jnp.float32)
     heat = jax.lax.stop_gradient(temperature)[place]
-    scored = _scored(blocks, rows, head, ids[place], heat, count)
+    scored = _scored(blocks, rows, head.T, ids[place], heat, count)
     if mask is None:
         return tuple(x[:tokens] for x in scored)  # type: ignore[return-value]
     back = jnp.argsort(order)[:tokens]
@@ -89,29 +99,72 @@ def _take(block: int, index: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
     return [jax.lax.dynamic_slice_in_dim(x, index * block, block) for x in arrays]
 
 
-def _over_columns(
+def _logits(rows: jax.Array, part: jax.Array, temperature: jax.Array) -> jax.Array:
+    """`rows [B, D]`, `part [W, D]` -> `[B, W]`."""
+    logits = jnp.matmul(rows, part.T, preferred_element_type=jnp.float32)
+    return logits / temperature[:, None]
+
+
+class _Words(NamedTuple):
+    """A block of words: its number, where it starts in this device's part of the head, the token
+    id of its first word, its rows of the head `[W, D]`, and how many of its first words blocks
+    before it had: all blocks are of one size, so the last may begin within the one before it."""
+
+    number: jax.Array
+    start: jax.Array
+    first: jax.Array
+    part: jax.Array
+    seen: jax.Array | None
+
+    def columns(self) -> jax.Array:
+        return jnp.arange(self.part.shape[0])
+
+    def fresh(self, logits: jax.Array, otherwise: float) -> jax.Array:
+        """`logits [B, W]`, with another value for the words that were seen before."""
+        if self.seen is None:
+            return logits
+        return jnp.where(self.columns() >= self.seen, logits, otherwise)
+
+    def logits_at(self, ids: jax.Array, logits: jax.Array, gather: bool) -> jax.Array:
+        """`logits [B, W]` at `ids [B]`, zero for the ids of other blocks."""
+        place = ids - self.first
+        seen = 0 if self.seen is None else self.seen
+        if gather:
+            inside = (place >= seen) & (place < self.part.shape[0])
+            index = jnp.where(inside, place, 0)[:, None]
+            return jnp.where(inside, jnp.take_along_axis(logits, index, axis=1)[:, 0], 0.0)
+        mine = self.columns() == jnp.where(place >= seen, place, -1)[:, None]
+        return jnp.sum(jnp.where(mine, logits, 0.0), axis=-1)
+
+
+def _over_words(
     blocks: Layout,
     head: jax.Array,
-    visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, Carry], Carry],
+    visit: Callable[[_Words, bool, Carry], Carry],
     carry: Carry,
+    kept: int,
 ) -> Carry:
-    """`carry = visit(start, part, ids, fresh, carry)` for each block of the head's columns: where
-    it starts, its part `[D, C]`, the token ids that its columns stand for, and which of them no
-    block before had (None for all): the last block is as wide as the others, so it may begin
-    within the one before it."""
-    vocab, width = head.shape[1], blocks.columns
-    first = 0 if blocks.axis_name is None else vocab * jax.lax.axis_index(blocks.axis_name)
+    """`carry = visit(words, is_kept, carry)` for each block of the head's rows `[V, D]`, the
+    first `kept` of them being kept ones."""
+    vocab, width = head.shape[0], blocks.words
+    offset = 0 if blocks.axis_name is None else vocab * jax.lax.axis_index(blocks.axis_name)
 
-    def block(index: jax.Array, carry: Carry) -> Carry:
+    def block(is_kept: bool, index: jax.Array, carry: Carry) -> Carry:
         start = jnp.minimum(index * width, vocab - width)
-        place = start + jnp.arange(width)
-        fresh = None if vocab % width == 0 else place >= index * width
-        part = jax.lax.dynamic_slice_in_dim(head, start, width, axis=1)
-        return visit(start, part, first + place, fresh, carry)
+        part = jax.lax.dynamic_slice_in_dim(head, start, width)
+        if blocks.cpu:
+            part = part.astype(jnp.float32)
+        seen = None if vocab % width == 0 else index * width - start
+        return visit(_Words(index, start, offset + start, part, seen), is_kept, carry)
 
-    if vocab == width:
-        return visit(jnp.int32(0), head, first + jnp.arange(width), None, carry)
-    return jax.lax.fori_loop(0, -(-vocab // width), block, carry)
+    for begin, end, is_kept in ((0, kept, True), (kept, -(-vocab // width), False)):
+        if end - begin == 1:
+            carry = block(is_kept, jnp.int32(begin), carry)
+        elif end > begin:
+            carry = jax.lax.fori_loop(
+                begin, end, lambda index, x, is_kept=is_kept: block(is_kept, index, x), carry
+            )
+    return carry
 
 
 def _scored(blocks: Layout, *arguments: jax.Array) -> Outputs:
@@ -121,7 +174,7 @@ def _scored(blocks: Layout, *arguments: jax.Array) -> Outputs:
 
 
 def _forward_only(blocks: Layout, *arguments: jax.Array) -> Outputs:
-    return _forward(blocks, *arguments)[0]
+    return _forward(blocks._replace(kept=0), *arguments)[0]
 
 
 def _rescaled(
@@ -144,37 +197,35 @@ def _forward(
     """The first `count` of N tokens, N a multiple of the block; the rest is zero."""
     block = blocks.tokens
 
-    def visit(_, part, columns, fresh, sums):
-        def step(index, sums):
+    def visit(words, is_kept, carry):
+        def step(index, carry):
+            sums, kept = carry
             rows, chosen_ids, heat, *old = _take(block, index, hidden, ids, temperature, *sums)
             peak, total, weighted, chosen = old
-            logits = _logits(rows, part, heat)
-            if fresh is not None:
-                logits = jnp.where(fresh, logits, _LOW)
+            logits = _logits(rows, words.part, heat)
+            if is_kept:
+                at = (words.number, index * block, 0)
+                kept = jax.lax.dynamic_update_slice(kept, logits[None], at)
+            chosen += words.logits_at(chosen_ids, logits, gather=blocks.cpu)
+            logits = words.fresh(logits, _LOW)
             higher = jnp.maximum(peak, jnp.max(logits, axis=-1))
             total, weighted = _rescaled(peak, total, weighted, higher)
             shifted = logits - higher[:, None]
             weights = jnp.exp(shifted)
-            mine = columns == chosen_ids[:, None]
-            if fresh is not None:
-                mine &= fresh
-            new = (
-                higher,
-                total + jnp.sum(weights, axis=-1),
-                weighted + jnp.sum(weights * shifted, axis=-1),
-                chosen + jnp.sum(jnp.where(mine, logits, 0.0), axis=-1),
-            )
-            return tuple(
+            total += jnp.sum(weights, axis=-1)
+            weighted += jnp.sum(weights * shifted, axis=-1)
+            sums = tuple(
                 jax.lax.dynamic_update_slice_in_dim(x, value, index * block, axis=0)
-                for x, value in zip(sums, new, strict=True)
+                for x, value in zip(sums, (higher, total, weighted, chosen), strict=True)
             )
+            return sums, kept
 
-        return jax.lax.fori_loop(0, (count + block - 1) // block, step, sums)
+        return jax.lax.fori_loop(0, (count + block - 1) // block, step, carry)
 
     zero = jnp.zeros(ids.shape, jnp.float32)
-    peak, total, weighted, chosen = _over_columns(
-        blocks, head, visit, (jnp.full(ids.shape, _LOW), zero, zero, zero)
-    )
+    kept = jnp.zeros((blocks.kept, ids.shape[0], blocks.words), jnp.float32)
+    carry = ((jnp.full(ids.shape, _LOW), zero, zero, zero), kept)
+    (peak, total, weighted, chosen), kept = _over_words(blocks, head, visit, carry, blocks.kept)
     if blocks.axis_name is not None:
         higher = jax.lax.pmax(peak, blocks.axis_name)
         total, weighted = _rescaled(peak, total, weighted, higher)
@@ -189,60 +240,60 @@ def _forward(
         jnp.maximum(log_total - weighted / total, 0.0),
         peak + log_total,
     )
-    outputs = tuple(jnp.where(real, value, 0.0) for value in values)
-    return outputs, (hidden, head, ids, temperature, count, outputs[1], outputs[2])  # type: ignore[return-value]
+    logprob, entropy, lse = (jnp.where(real, value, 0.0) for value in values)
+    residuals = (hidden, head, ids, temperature, count, entropy, lse, kept)
+    return (logprob, entropy, lse), residuals
 
 
 def _backward(blocks: Layout, residuals: Any, cotangents: Outputs) -> tuple:
     block = blocks.tokens
-    hidden, head, ids, temperature, count, entropy, lse = residuals
+    hidden, head, ids, temperature, count, entropy, lse, kept = residuals
     real = jnp.arange(ids.shape[0]) < count
     d_logprob, d_entropy, d_lse = (jnp.where(real, x, 0.0) for x in cotangents)
     if blocks.axis_name is not None:
-        # Every peer has a copy of the outputs, and this device's columns enter all of them.
+        # Every peer has a copy of the outputs, and this device's words enter all of them.
         d_logprob, d_entropy, d_lse = jax.lax.psum(
             (d_logprob, d_entropy, d_lse), blocks.axis_name
         )
     # d logits = p * (d_lse - d_logprob - d_entropy * (log p + H)) + d_logprob at the id
     constant = d_lse - d_logprob - d_entropy * entropy
 
-    def visit(start, part, columns, fresh, gradients):
+    def visit(words, is_kept, gradients):
         def step(index, carry):
             d_hidden, d_part = carry
             rows, chosen_ids, heat, row_lse, row_constant, row_logprob, row_entropy, d_rows = _take(
                 block, index, hidden, ids, temperature, lse, constant, d_logprob, d_entropy,
                 d_hidden,
             )
-            log_p = _logits(rows, part, heat) - row_lse[:, None]
+            if is_kept:
+                at, size = (words.number, index * block, 0), (1, block, blocks.words)
+                logits = jax.lax.dynamic_slice(kept, at, size)[0]
+            else:
+                logits = _logits(rows, words.part, heat)
+            log_p = logits - row_lse[:, None]
             d_logits = jnp.exp(log_p) * (row_constant[:, None] - row_entropy[:, None] * log_p)
-            d_logits += jnp.where(columns == chosen_ids[:, None], row_logprob[:, None], 0.0)
-            d_logits = d_logits / heat[:, None]
-            if fresh is not None:
-                d_logits = jnp.where(fresh, d_logits, 0.0)
+            mine = words.columns() == (chosen_ids - words.first)[:, None]
+            d_logits += jnp.where(mine, row_logprob[:, None], 0.0)
+            d_logits = words.fresh(d_logits / heat[:, None], 0.0)
             # Factors in the types of the forward product, so that a bfloat16 head isn't widened.
             d_rows += jnp.matmul(
-                d_logits.astype(head.dtype), part.T, preferred_element_type=jnp.float32
+                d_logits.astype(words.part.dtype), words.part, preferred_element_type=jnp.float32
             )
             d_part += jnp.matmul(
-                rows.T, d_logits.astype(rows.dtype), preferred_element_type=jnp.float32
+                d_logits.T.astype(rows.dtype), rows, preferred_element_type=jnp.float32
             )
             put = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_rows, index * block, axis=0)
             return put, d_part
 
         d_hidden, d_head = gradients
-        d_hidden, d_part = jax.lax.fori_loop(
-            0,
-            (count + block - 1) // block,
-            step,
-            (d_hidden, jnp.zeros(part.shape, jnp.float32)),
-        )
+        d_part = jnp.zeros(words.part.shape, jnp.float32)
+        steps = (count + block - 1) // block
+        d_hidden, d_part = jax.lax.fori_loop(0, steps, step, (d_hidden, d_part))
         d_part = d_part.astype(head.dtype)
-        if part.shape == head.shape:
-            return d_hidden, d_part
-        if fresh is not None:
-            d_part += jax.lax.dynamic_slice_in_dim(d_head, start, part.shape[1], axis=1)
-        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_part, start, axis=1)
+        if words.seen is not None:
+            d_part += jax.lax.dynamic_slice_in_dim(d_head, words.start, blocks.words)
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_part, words.start, axis=0)
 
     gradients = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
-    d_hidden, d_head = _over_columns(blocks, head, visit, gradients)
+    d_hidden, d_head = _over_words(blocks, head, visit, gradients, blocks.kept)
     return d_hidden.astype(hidden.dtype), d_head, None, None, None

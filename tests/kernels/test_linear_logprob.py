@@ -59,11 +59,13 @@ def test_values_and_gradients_equal_the_reference(tokens, vocab, temperature, wa
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 
 
+@pytest.mark.parametrize("kept", [0, 256 * 130, 1 << 20])
 @pytest.mark.parametrize("vocab", [257, 512, 700, 2049])
-def test_blocks_of_columns_equal_the_reference(vocab, monkeypatch):
-    """Several blocks of columns and of tokens, the last ones overlapping the ones before."""
-    monkeypatch.setattr(xla, "_COLUMNS", 256)
-    monkeypatch.setattr(xla, "_ELEMENTS_CPU", 256 * 24)
+def test_blocks_of_words_equal_the_reference(vocab, kept, monkeypatch):
+    """Several blocks of words and of tokens, the last ones overlapping the ones before; logits of
+    none, of two and of all blocks kept."""
+    blocks = xla.Sizes(words=256, elements=256 * 24, kept=kept)
+    monkeypatch.setitem(xla.SIZES, "cpu", blocks)
     hidden, head, ids, weights = example(60, 16, vocab)
     mask = jax.random.uniform(jax.random.key(9), (60,)) < 0.8
 
@@ -76,7 +78,7 @@ def test_blocks_of_columns_equal_the_reference(vocab, monkeypatch):
 
 
 def test_a_column_of_every_block_may_be_the_largest(monkeypatch):
-    monkeypatch.setattr(xla, "_COLUMNS", 256)
+    monkeypatch.setitem(xla.SIZES, "cpu", xla.Sizes(words=256, elements=1 << 21, kept=0))
     hidden, ids = jnp.ones((6, 1)), jnp.asarray([0, 255, 256, 511, 512, 699])
     logits = -1e4 * jnp.ones((6, 700))
     for token, column in enumerate(ids.tolist()):
@@ -139,14 +141,19 @@ def test_bfloat16_inputs_accumulate_in_float32():
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3)
 
 
-def test_memory_stays_below_one_array_of_logits():
-    hidden, head, ids, weights = example(4096, 8, 16384)
+@pytest.mark.parametrize("tokens, kept", [(4096, 0), (4096, 1 << 22), (16_384, None)])
+def test_memory_is_one_block_and_what_is_kept(tokens, kept, monkeypatch):
+    if kept is not None:
+        monkeypatch.setitem(xla.SIZES, "cpu", xla.SIZES["cpu"]._replace(kept=kept))
+    vocab = 16_384
+    hidden, head, ids, weights = example(tokens, 8, vocab)
     compiled = (
         jax.jit(jax.grad(lambda h, w: objective(h, w, ids, weights, 1.0, "xla")[0], (0, 1)))
         .lower(hidden, head)
         .compile()
     )
-    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 16384 * 4 / 4
+    beyond = compiled.memory_analysis().temp_size_in_bytes - 4 * xla.SIZES["cpu"].kept
+    assert beyond < 4 * 4096 * vocab / 4
 
 
 def test_leading_axes_are_kept_and_bad_shapes_are_refused():
@@ -174,8 +181,8 @@ from kernels.linear_logprob import linear_logprob, xla
 mesh = jax.make_mesh((2, 2), ("rows", "vocab"), axis_types=(AxisType.Auto,) * 2)
 keys = jax.random.split(jax.random.key(0), 5)
 hidden = 0.3 * jax.random.normal(keys[0], (2, 70, 24))
-# Each device's 600 columns are three blocks.
-xla._COLUMNS = 256
+# Each device's 600 words are three blocks, the first of them kept.
+xla.SIZES["cpu"] = xla.Sizes(words=256, elements=1 << 21, kept=256 * 150)
 head = jax.random.normal(keys[1], (24, 1200))
 ids = jax.random.randint(keys[2], (2, 70), 0, 1200)
 weights = jax.random.normal(keys[3], (3, 2, 70))

@@ -131,7 +131,7 @@ def test_a_planted_race_is_caught(monkeypatch, capfd):
 
 
 def test_a_skipped_reset_is_caught(monkeypatch):
-    monkeypatch.setattr(tpu, "relative_runs", lambda ids, pad, chunk: jnp.zeros((2, 3, 8)))
+    monkeypatch.setattr(tpu, "relative_runs", lambda ids, pad, chunk: jnp.zeros((2, 3, 1, 8)))
     with pytest.raises(AssertionError):
         compare(partial(delta_op, ids=runs(2, 20)), deltas(), "pallas")
 
