@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     kept: int
 
 
-SIZES = {"cpu": Sizes(1 << 11, 1 << 22, 1 << 26)}
+SIZES = {"cpu": Sizes(1 << 12, 1 << 21, 1 << 26)}
 _ACCELERATOR = Sizes(1 << 13, 1 << 26, 0)
 # Stands for minus infinity where a difference of two such must not be NaN.
 _LOW = -1e30

@@ -216,21 +216,33 @@ def packed_rows(config, rows, length):
     return tokens, *wide, mask
 
 
+def scored(config, batch, mesh):
+    """Value, scores and gradients of fresh weights on packed rows."""
+    scores = score_fn(config, mesh)
+
+    def loss(params):
+        found = scores(params, *batch, 0.8)
+        return jnp.sum(found.logprobs + 0.1 * found.entropy), found
+
+    params = put(init_params(config, jax.random.key(0)), param_shardings(config, mesh))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
 def rows_that_do_not_divide():
     """A dense model, and rows whose tokens can't be split over `tensor`."""
     batch = packed_rows(LLAMA, 4, 31)
-    params = init_params(LLAMA, jax.random.key(0))
-    results = []
-    for mesh in (make_mesh(), make_mesh(1, 2, 2, 2)):
-        scores = score_fn(LLAMA, mesh)
+    one, other = (scored(LLAMA, batch, mesh) for mesh in (make_mesh(), make_mesh(1, 2, 2, 2)))
+    say("rows that don't divide", error=apart(other, one))
 
-        def loss(params, scores=scores):
-            found = scores(params, *batch, 0.8)
-            return jnp.sum(found.logprobs + 0.1 * found.entropy), found
 
-        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        results.append(run(put(params, param_shardings(LLAMA, mesh))))
-    say("rows that don't divide", error=apart(results[1], results[0]))
+def split_experts():
+    """Values and gradients with the experts over 4 and over 8 devices, some without a token."""
+    config = replace(CONFIG, num_experts=8, num_layers=1)
+    batch = packed_rows(config, 8, 16)
+    one = scored(config, batch, make_mesh())
+    for devices in (4, 8):
+        split = scored(config, batch, make_mesh(1, 1, devices, 1))
+        say(f"experts over {devices}", error=apart(split, one))
 
 
 def forced_experts():

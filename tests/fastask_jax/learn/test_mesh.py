@@ -77,12 +77,14 @@ def test_every_mesh_takes_the_step_of_one_device(start):
 @pytest.mark.slow
 def test_other_forms_on_a_mesh(start):
     checks = (
-        "rows_that_do_not_divide", "forced_experts", "decoding", "bfloat16_gathers", "adapters",
-        "toy_models",
+        "rows_that_do_not_divide", "split_experts", "forced_experts", "decoding",
+        "bfloat16_gathers", "adapters", "toy_models",
     )  # fmt: skip
     lines = finish(start("mesh_steps.py", *checks, devices=8))
     assert [line["what"] for line in lines] == [
         "rows that don't divide",
+        "experts over 4",
+        "experts over 8",
         "forced experts",
         "decoding",
         "bfloat16 gathers",
@@ -94,10 +96,12 @@ def test_other_forms_on_a_mesh(start):
         print(line)
         if "error" in line:
             assert line["error"][0] < 1e-5, line
+    by_name = {line["what"]: line for line in lines}
     # In float32: router, decay and step projections, convolution and routing weights.
-    wide = {shape for shape, kind in lines[3]["operands"] if kind == "f32"}
+    operands = by_name["bfloat16 gathers"]["operands"]
+    wide = {shape for shape, kind in operands if kind == "f32"}
     assert wide == {"16x4x", "16x2x", "4x32x", "2x16x2x", "64x2x"}
-    low = {shape for shape, kind in lines[3]["operands"] if kind == "bf16"}
+    low = {shape for shape, kind in operands if kind == "bf16"}
     assert {"32x16x", "2x16x32x", "2x8x16x", "16x8x"} <= low
 
 
