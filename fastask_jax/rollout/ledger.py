@@ -5,8 +5,8 @@ Update w makes version w + 1 of the weights from version w.  A token of version 
 updates old, and no update takes a group with a token older than `max_staleness`.  Three rules keep
 that from costing much: so few groups are under way or waiting that the next updates can take them
 all (AReaL's capacity); those under way that have become too old are cancelled before they end;
-and what waits is taken oldest first.  The bound itself is checked whenever an update takes a group, so
-that no order of events can break it.
+and what waits is taken oldest first.  The bound itself is checked whenever an update takes a
+group, so that no order of events can break it.
 
 Groups without signal (all rewards equal) and groups that are dropped make room for others at
 once, so every update gets a full batch.  Each group is in one place at any time, and a saved

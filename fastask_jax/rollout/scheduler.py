@@ -7,11 +7,14 @@ the other slots decode on, and the slot goes on when its tool result is back.
 What a trajectory contains depends on the weights, the seed and its task alone, not on slots,
 batch company or how long tools took; the result is ordered by task and sample.  An episode
 whose environment fails is kept as an invalid trajectory, never scored as a wrong answer.
+
+Weights may change between two decode calls.  Running episodes go on with the new ones, each token
+keeping the version that made it; their slots are fed anew first, as a state made by other weights
+would give logprobs that belong to neither.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,61 +27,10 @@ from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, Params, Turn
 from fastask_jax.rollout.pools import Pool
 from fastask_jax.rollout.sampling import episode_key
+from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
 from fastask_jax.rollout.transcript import Trajectory
 
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Budgets of an episode; each has its own stop reason.
-
-    temperature: of sampling; 0 is greedy (evaluation).
-    max_turn_tokens: per turn; a turn cut there goes to the environment as a "length" reply,
-        which decides whether the episode goes on.
-    max_tokens: sampled tokens per episode, over all turns ("token_budget").
-    max_turns: turns per episode ("max_turns"); None leaves it to the environment.
-    tools_in_prompt: whether the prompt shows the tools' schemas in the template's own block.
-    stall_timeout: seconds without any event, with every slot waiting, after which the rollout
-        gives up with an error.
-    The engine's `max_len` bounds the whole trajectory ("context").
-    """
-
-    temperature: float = 1.0
-    max_turn_tokens: int = 256
-    max_tokens: int = 2048
-    max_turns: int | None = None
-    tools_in_prompt: bool = False
-    stall_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more and finite, not {self.temperature}")
-        for name in ("max_turn_tokens", "max_tokens", "stall_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.max_turns is not None and self.max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1 or None, not {self.max_turns}")
-
-
-@dataclass
-class RolloutStats:
-    """Where a rollout's time and tokens went; filled by `rollout`.  Times in seconds."""
-
-    rounds: int = 0
-    row_steps: int = 0
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-    observation_tokens: int = 0
-    append_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    pool_seconds: float = 0.0
-    seconds: float = 0.0
-    stop_reasons: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the decoded rows' steps that sampled a token."""
-        return self.sampled_tokens / max(1, self.row_steps)
+__all__ = ["RolloutConfig", "RolloutStats", "rollout"]
 
 
 @dataclass(eq=False)
@@ -118,6 +70,7 @@ def rollout(
     config: RolloutConfig | None = None,
     tools: Sequence[ToolSpec] = (),
     on_finish: Callable[[Trajectory], None] | None = None,
+    newer: Callable[[], tuple[Params, int] | None] = lambda: None,
     stats: RolloutStats | None = None,
 ) -> list[Trajectory]:
     """Runs `group_size` episodes of each task; returns them ordered by task, then sample.
@@ -125,7 +78,8 @@ def rollout(
     A task's `id` attribute (else its place in `tasks`) names it; with `seed` it decides what is
     sampled, so pass a new seed for each training step.  `tools` gives parameter types for
     parsing (and the prompt's tool block, if the config asks).  `on_finish` is called once per
-    trajectory, in the order in which they end.
+    trajectory, in the order in which they end.  `newer` is asked before each decode call for
+    weights to go on with, and their version; None keeps those it has.
 
     Raises ValueError for a prompt that leaves no room in a slot, RuntimeError when no event
     comes for `stall_timeout`, and whatever the pool raises.  Live episodes are dropped then.
@@ -136,7 +90,7 @@ def rollout(
         raise ValueError(f"chat ends turns at {chat.stop_id}, the engine at {engine.stop_id}")
     run = _Rollout(engine, params, version, pool, chat, config or RolloutConfig(), tools)
     run.stats = stats if stats is not None else RolloutStats()
-    run.on_finish = on_finish
+    run.on_finish, run.newer = on_finish, newer
     run.plan(tasks, group_size, seed)
     try:
         return run.run()
@@ -162,6 +116,7 @@ class _Rollout:
         self.pool, self.chat, self.config, self.tools = pool, chat, config, tools
         self.stats = RolloutStats()
         self.on_finish: Callable[[Trajectory], None] | None = None
+        self.newer: Callable[[], tuple[Params, int] | None] = lambda: None
         self.episodes: list[_Episode] = []
         self.groups: deque[_Group] = deque()
         self.ready: deque[_Episode] = deque()
@@ -169,6 +124,7 @@ class _Rollout:
         self.free = list(range(engine.config.slots))[::-1]
         self.running: dict[int, _Episode] = {}
         self.observed: dict[int, list[int]] = {}
+        self.made_by: dict[int, int] = {}  # slot -> version of the weights that fed it
         self.unfinished = 0
 
     def plan(self, tasks: Sequence[Any], group_size: int, seed: int | str) -> None:
@@ -192,7 +148,9 @@ class _Rollout:
         while self.unfinished:
             self._start_groups()
             self._take_events()
+            self.params, self.version = self.newer() or (self.params, self.version)
             self._admit()
+            self._feed_again()
             self._feed_observations()
             if self.running:
                 self._decode()
@@ -332,11 +290,28 @@ class _Rollout:
                 sources[slot] = leader
                 self.stats.shared_tokens += len(episode.prompt)
             episode.trajectory.add_prompt(episode.prompt)
+            self.made_by[slot] = self.version
             self._begin_turn(episode)
         if prompts:
             began = time.perf_counter()
             self.engine.append(self.params, prompts, fresh=True)
             self.engine.share(sources)
+            self.stats.append_seconds += time.perf_counter() - began
+
+    def _feed_again(self) -> None:
+        """Gives the slots that are to run and were fed by other weights a state by these."""
+        texts = {
+            slot: episode.trajectory.ids.tolist()
+            for slot, episode in self.running.items()
+            if self.made_by[slot] != self.version
+        }
+        if texts:
+            began = time.perf_counter()
+            self.engine.append(self.params, texts, fresh=True)
+            for slot, ids in texts.items():
+                self.observed.pop(slot, None)  # it is part of the text
+                self.made_by[slot] = self.version
+                self.stats.refed_tokens += len(ids)
             self.stats.append_seconds += time.perf_counter() - began
 
     def _feed_observations(self) -> None:

@@ -1,4 +1,4 @@
-"""One chunk of the gated delta rule, of one head: what the XLA form and the TPU kernels share.
+"""One chunk of the gated delta rule, of one head, and the parts of it: what the forms share.
 
 Within a chunk of C tokens the updates are a unit lower triangular system (the "UT transform" of
 the DeltaNet papers), solved by its inverse.  Segment boundaries may fall anywhere: they cut the
@@ -35,7 +35,7 @@ def _column(row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(i == j, row, 0.0), axis=1, keepdims=True)
 
 
-def _masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
+def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
     """exp where `mask`, else 0, with no overflow (and so no NaN gradient) behind the mask."""
     return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0.0)), 0.0)
 
@@ -69,6 +69,55 @@ def relative_runs(segment_ids: jax.Array, pad: int, chunk: int) -> jax.Array:
     return run.astype(jnp.float32)
 
 
+@jax.custom_vjp
+def unit_lower_inverse(system: jax.Array) -> jax.Array:
+    """`inv(I + system)` for strictly lower triangular `system [..., C, C]`.
+
+    Inverses of diagonal blocks are merged pair by pair (sizes 1, 2, 4, ...), each merge two
+    products.  Unlike the doubling product `(I - A)(I + A^2)(I + A^4)...` this never forms high
+    powers of A, whose entries grow like binomial coefficients when keys repeat.
+    """
+    return _unit_lower_inverse(system)
+
+
+def _unit_lower_inverse(system: jax.Array) -> jax.Array:
+    size = system.shape[-1]
+    half = size // 2
+    if size % 2 == 0 and size > 16:
+        first = _unit_lower_inverse(system[..., :half, :half])
+        second = _unit_lower_inverse(system[..., half:, half:])
+        corner = -jnp.matmul(jnp.matmul(second, system[..., half:, :half]), first)
+        top = jnp.pad(first, [(0, 0)] * (system.ndim - 1) + [(0, size - half)])
+        return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype), system.shape)
+    block = 1
+    while block < size:
+        pair, odd = index // (2 * block), (index // block) % 2
+        joins = (pair[:, None] == pair[None, :]) & (odd[:, None] == 1) & (odd[None, :] == 0)
+        link = jnp.where(joins, system, 0.0)
+        if block == 1:
+            inverse = inverse - link
+        else:
+            inverse = inverse - jnp.matmul(jnp.matmul(inverse, link), inverse)
+        block *= 2
+    return inverse
+
+
+def _inverse_forward(system):
+    inverse = _unit_lower_inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    gradient = -jnp.matmul(jnp.matmul(transposed, cotangent), transposed)
+    return (jnp.tril(gradient, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
 def advance(
     inverse_of: Callable[[jax.Array], jax.Array],
     run: jax.Array,
@@ -93,11 +142,11 @@ def advance(
     # values nor their gradients then cancel.
     single = jnp.where(j <= i, log_decay, 0.0)
     between = dot(single, jnp.where(j < i, 1.0, 0.0))
-    decay = _masked_exp(between, (j <= i) & (token_run == run))
-    into = _masked_exp(jnp.sum(single, axis=1, keepdims=True), token_run == 0.0)
+    decay = masked_exp(between, (j <= i) & (token_run == run))
+    into = masked_exp(jnp.sum(single, axis=1, keepdims=True), token_run == 0.0)
     after = jnp.sum(jnp.where(j > i, log_decay, 0.0), axis=1, keepdims=True)
-    out_of = _masked_exp(after, token_run == last_run)
-    across = _masked_exp(jnp.sum(log_decay, axis=1, keepdims=True), last_run == 0.0)
+    out_of = masked_exp(after, token_run == last_run)
+    across = masked_exp(jnp.sum(log_decay, axis=1, keepdims=True), last_run == 0.0)
 
     rate = _column(beta)
     # Keys and queries meet the state, and the keys, in one product each.

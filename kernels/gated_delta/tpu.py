@@ -68,7 +68,7 @@ def gated_delta(
 
 def _inverse(system: jax.Array) -> jax.Array:
     """`inv(I + system)`, strictly lower triangular `[C, C]`: inverses of diagonal blocks merged
-    pair by pair, as in `kernels.gated_delta.xla.unit_lower_inverse`."""
+    pair by pair, as in `kernels.gated_delta.chunk.unit_lower_inverse`."""
     i, j = places(system.shape[0])
     inverse = jnp.where(i == j, 1.0, 0.0)
     for level in range(system.shape[0].bit_length() - 1):

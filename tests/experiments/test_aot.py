@@ -144,7 +144,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
     )
 
 

@@ -30,7 +30,7 @@ def segments(batch, length, seed=0):
 
 @pytest.mark.parametrize("implementation", ["xla", "blocks"])
 @pytest.mark.parametrize("length", [1, 64, 65, 300])
-def test_values_and_gradients_equal_the_reference(implementation, length, quick_jit):
+def test_values_and_gradients_equal_the_reference(implementation, length):
     q, k, v, cotangent = example(2, length)
     ids = segments(2, length)
 
@@ -38,7 +38,7 @@ def test_values_and_gradients_equal_the_reference(implementation, length, quick_
         out = attention(q, k, v, ids, implementation=name)
         return jnp.vdot(out, cotangent), out
 
-    grad = quick_jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True), static_argnums=3)
+    grad = jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True), static_argnums=3)
     (_, expected), expected_grads = grad(q, k, v, "reference")
     (_, got), got_grads = grad(q, k, v, implementation)
     np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -48,10 +48,10 @@ def test_values_and_gradients_equal_the_reference(implementation, length, quick_
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "blocks"])
-def test_a_segment_ignores_the_rest_of_its_row(implementation, quick_jit):
+def test_a_segment_ignores_the_rest_of_its_row(implementation):
     q, k, v, _ = example(1, 150)
     ids = jnp.where(jnp.arange(150) < 90, 3, 7)[None]
-    op = quick_jit(functools.partial(attention, implementation=implementation))
+    op = jax.jit(functools.partial(attention, implementation=implementation))
     packed = op(q, k, v, ids)
     for part in (slice(0, 90), slice(90, 150)):
         alone = op(q[:, part], k[:, part], v[:, part], ids[:, part])
@@ -60,13 +60,13 @@ def test_a_segment_ignores_the_rest_of_its_row(implementation, quick_jit):
     np.testing.assert_array_equal(disturbed[:, 90:], packed[:, 90:])
 
 
-def test_large_scores_stay_finite(quick_jit):
+def test_large_scores_stay_finite():
     q, k, v, cotangent = example(1, 130)
     ids = segments(1, 130)
     grad = jax.grad(
         lambda q, k: jnp.vdot(attention(q, k, v, ids, implementation="blocks"), cotangent), (0, 1)
     )
-    grads = quick_jit(grad)(300.0 * q, 300.0 * k)
+    grads = jax.jit(grad)(300.0 * q, 300.0 * k)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 

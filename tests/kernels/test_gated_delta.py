@@ -1,5 +1,7 @@
 """The chunked gated delta rule against the token-by-token definition."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import numpy as jnp
 
-from kernels.gated_delta import causal_conv, gated_delta
-from kernels.gated_delta.xla import unit_lower_inverse
+from kernels.gated_delta import causal_conv, gated_delta, xla
+from kernels.gated_delta.chunk import unit_lower_inverse
 
 
 def example(batch, length, key_heads=2, heads=4, width=8, value=12, seed=0):
@@ -27,8 +29,10 @@ def runs(batch, length, seed):
     return jnp.asarray(np.cumsum(random.random((batch, length)) < 0.08, axis=1), jnp.int32)
 
 
+@pytest.mark.parametrize("form", ["by blocks", "by chunks"])
 @pytest.mark.parametrize("length, chunk", [(1, 32), (7, 16), (32, 32), (65, 64), (130, 32)])
-def test_values_and_gradients_equal_the_definition(length, chunk, quick_jit):
+def test_values_and_gradients_equal_the_definition(length, chunk, form, monkeypatch):
+    monkeypatch.setattr(xla, "WIDE_CPU", 0 if form == "by chunks" else sys.maxsize)
     inputs, state, cotangent = example(2, length)
     ids = runs(2, length, length)
 
@@ -36,7 +40,7 @@ def test_values_and_gradients_equal_the_definition(length, chunk, quick_jit):
         out, final = gated_delta(*inputs, ids, state, chunk=chunk, implementation=name)
         return jnp.vdot(out, cotangent) + jnp.sum(jnp.sin(final)), (out, final)
 
-    grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
+    grad = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
     (_, expected), expected_grads = grad(inputs, state, "reference")
     (_, got), got_grads = grad(inputs, state, "xla")
     for x, y in zip(got, expected, strict=True):
@@ -46,9 +50,9 @@ def test_values_and_gradients_equal_the_definition(length, chunk, quick_jit):
 
 
 @pytest.fixture(scope="module")
-def whole_rows(quick_jit):
+def whole_rows():
     """The op on rows of one shape, so that random packings compile once."""
-    return quick_jit(gated_delta)
+    return jax.jit(gated_delta)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -68,16 +72,16 @@ def test_segments_don_t_see_each_other(whole_rows, cuts, seed):
     np.testing.assert_allclose(final, alone_final, atol=1e-5)
 
 
-def test_every_token_its_own_segment(quick_jit):
+def test_every_token_its_own_segment():
     (q, k, v, log_decay, beta), state, _ = example(1, 40, key_heads=4)
-    out, _ = quick_jit(gated_delta)(q, k, v, log_decay, beta, jnp.arange(40)[None], state)
+    out, _ = jax.jit(gated_delta)(q, k, v, log_decay, beta, jnp.arange(40)[None], state)
     expected = beta[..., None] * v * jnp.sum(q * k, axis=-1, keepdims=True)
     np.testing.assert_allclose(out[:, 1:], expected[:, 1:], atol=1e-5)
 
 
-def test_pieces_continue_from_the_state(quick_jit):
+def test_pieces_continue_from_the_state():
     inputs, state, _ = example(2, 50)
-    op = quick_jit(gated_delta)
+    op = jax.jit(gated_delta)
     whole, final = op(*inputs, None, state)
     outputs = []
     for start, stop in ((0, 1), (1, 25), (25, 26), (26, 50)):
@@ -88,45 +92,45 @@ def test_pieces_continue_from_the_state(quick_jit):
 
 
 @pytest.mark.parametrize("length", [1, 20])
-def test_a_token_without_gates_keeps_the_state(length, quick_jit):
+def test_a_token_without_gates_keeps_the_state(length):
     (q, k, v, log_decay, beta), state, _ = example(2, length)
-    _, final = quick_jit(gated_delta)(q, k, v, 0 * log_decay, 0 * beta, None, state)
+    _, final = jax.jit(gated_delta)(q, k, v, 0 * log_decay, 0 * beta, None, state)
     np.testing.assert_array_equal(final, state)
 
 
-def test_repeated_keys_don_t_lose_digits(quick_jit):
+def test_repeated_keys_don_t_lose_digits():
     """High powers of the chunk's triangular system would be ~1e8 here and cancel."""
     (q, k, v, log_decay, beta), state, _ = example(1, 64, key_heads=4)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     gates = (0 * log_decay, jnp.ones_like(beta))
-    op = quick_jit(gated_delta, static_argnames=("chunk", "implementation"))
+    op = jax.jit(gated_delta, static_argnames=("chunk", "implementation"))
     got, _ = op(q, k, v, *gates, None, state, chunk=64)
     expected, _ = op(q, k, v, *gates, None, state, implementation="reference")
     np.testing.assert_allclose(got, expected, atol=5e-5)
 
 
-def test_strong_decay_has_finite_gradients(quick_jit):
+def test_strong_decay_has_finite_gradients():
     (q, k, v, log_decay, beta), _, _ = example(1, 70)
     grad = jax.grad(lambda g: gated_delta(q, k, v, g, beta, runs(1, 70, 1))[0].sum())
-    grads = quick_jit(grad)(500.0 * log_decay)
+    grads = jax.jit(grad)(500.0 * log_decay)
     assert bool(jnp.isfinite(grads).all())
 
 
 @pytest.mark.parametrize("size", [1, 5, 24, 64])
-def test_inverse_of_a_unit_triangle_and_its_gradient(size, quick_jit):
+def test_inverse_of_a_unit_triangle_and_its_gradient(size):
     system = jnp.tril(jax.random.normal(jax.random.key(0), (3, size, size)), -1) / size**0.5
     np.testing.assert_allclose(
         unit_lower_inverse(system), jnp.linalg.inv(jnp.eye(size) + system), atol=2e-5
     )
 
     def objective(invert):
-        return quick_jit(jax.grad(lambda a: jnp.sum(jnp.sin(invert(a)))))(system)
+        return jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(invert(a)))))(system)
 
     expected = objective(lambda a: jnp.linalg.inv(jnp.eye(size) + jnp.tril(a, -1)))
     np.testing.assert_allclose(objective(unit_lower_inverse), expected, atol=1e-4)
 
 
-def test_convolution_against_its_sum_and_its_state(quick_jit):
+def test_convolution_against_its_sum_and_its_state():
     x = jax.random.normal(jax.random.key(0), (2, 30, 6))
     weight = jax.random.normal(jax.random.key(1), (4, 6))
     ids = runs(2, 30, 3)
@@ -137,14 +141,14 @@ def test_convolution_against_its_sum_and_its_state(quick_jit):
             for back in range(min(t, 3) + 1):
                 if where[b, t] == where[b, t - back]:
                     expected[b, t] += taps[3 - back] * rows[b, t - back]
-    conv = quick_jit(causal_conv)
+    conv = jax.jit(causal_conv)
     np.testing.assert_allclose(conv(x, weight, ids), expected, atol=1e-5)
     whole = conv(x, weight)
     tail = conv(x[:, 10:], weight, None, x[:, 7:10])
     np.testing.assert_allclose(tail, whole[:, 10:], atol=1e-6)
 
 
-def test_convolution_gradients_against_finite_sums(quick_jit):
+def test_convolution_gradients_against_finite_sums():
     x = jax.random.normal(jax.random.key(0), (2, 20, 3))
     weight = jax.random.normal(jax.random.key(1), (4, 3))
     cotangent = jax.random.normal(jax.random.key(2), x.shape)
@@ -153,12 +157,12 @@ def test_convolution_gradients_against_finite_sums(quick_jit):
     def objective(x, weight):
         return jnp.vdot(causal_conv(x, weight, ids), cotangent)
 
-    got_x, got_weight = quick_jit(jax.grad(objective, (0, 1)))(x, weight)
+    got_x, got_weight = jax.jit(jax.grad(objective, (0, 1)))(x, weight)
     units = jnp.eye(weight.size).reshape(-1, 4, 3)
-    expected = quick_jit(jax.vmap(objective, (None, 0)))(x, units)
+    expected = jax.jit(jax.vmap(objective, (None, 0)))(x, units)
     np.testing.assert_allclose(got_weight.ravel(), expected, atol=1e-4)
     units = jnp.eye(x.size).reshape(-1, *x.shape)
-    expected = quick_jit(jax.vmap(objective, (0, None)))(units, weight)
+    expected = jax.jit(jax.vmap(objective, (0, None)))(units, weight)
     np.testing.assert_allclose(got_x.ravel(), expected, atol=1e-4)
 
 

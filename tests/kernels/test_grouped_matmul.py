@@ -28,7 +28,7 @@ def interpreted():
         [7],
     ],
 )
-def test_values_and_gradients_equal_the_reference(sizes, name, quick_jit):
+def test_values_and_gradients_equal_the_reference(sizes, name):
     rows, groups = sum(sizes), len(sizes)
     x = jax.random.normal(jax.random.key(0), (rows, 12))
     weights = jax.random.normal(jax.random.key(1), (groups, 12, 20))
@@ -39,7 +39,7 @@ def test_values_and_gradients_equal_the_reference(sizes, name, quick_jit):
         out = grouped_matmul(x, weights, counts, implementation=chosen)
         return jnp.vdot(out, cotangent), out
 
-    grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
+    grad = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
     (_, expected), expected_grads = grad(x, weights, "reference")
     (_, got), got_grads = grad(x, weights, name)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -51,7 +51,7 @@ def test_values_and_gradients_equal_the_reference(sizes, name, quick_jit):
 
 @pytest.mark.parametrize("name", ["xla", "megablox"])
 @pytest.mark.parametrize("sizes", [[64, 3, 0], [0, 0], [70, 70, 59]])
-def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, name, quick_jit):
+def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, name):
     rows, groups, owned = 200, len(sizes), sum(sizes)
     x = jax.random.normal(jax.random.key(0), (rows, 12))
     weights = jax.random.normal(jax.random.key(1), (groups, 12, 20))
@@ -62,7 +62,7 @@ def test_rows_beyond_the_groups_are_zero_and_touch_nothing(sizes, name, quick_ji
         out = grouped_matmul(x, weights, counts, implementation=chosen)
         return jnp.vdot(out, cotangent), out
 
-    grad = quick_jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
+    grad = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True), static_argnums=2)
     (_, expected), expected_grads = grad(x, weights, "reference")
     # What lies beyond may be anything but NaN, which no product with zero removes.
     (_, got), got_grads = grad(x.at[owned:].set(1e30), weights, name)

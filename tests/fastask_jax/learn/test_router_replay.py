@@ -21,7 +21,6 @@ from fastask_jax.learn.packing import micro_batches
 from fastask_jax.model import forward
 
 CONFIG = PackConfig((32,), micro_batch_rows=2, min_rows=4)
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,7 @@ def chosen(small_model, small_params, items):
     """The router's own experts for every token: [tokens, layers, K] each."""
     packed = pack(items, CONFIG)
     rows = packed.batch.tokens, packed.batch.positions, packed.batch.segment_ids
-    run = jax.jit(
-        partial(forward, small_model, return_expert_ids=True), compiler_options=QUICK
-    )
+    run = jax.jit(partial(forward, small_model, return_expert_ids=True))
     return packed.unpack(np.moveaxis(np.asarray(run(small_params, *rows)[1]["expert_ids"]), 0, 2))
 
 
@@ -45,7 +42,7 @@ def test_the_routers_own_choice_changes_nothing_and_another_does(
     small_model, small_params, items, chosen
 ):
     step = make_train_step(small_model, Objective(), OptimizerConfig(), micro_batch_rows=2)
-    run = jax.jit(partial(step.gradient, terms=step.objective.terms), compiler_options=QUICK)
+    run = jax.jit(partial(step.gradient, terms=step.objective.terms))
 
     def gradient(experts):
         batch = items

@@ -13,20 +13,10 @@ from fastask_jax.model import ModelConfig, forward, init_params, unembedding
 from fastask_jax.model.tensors import tensor_table
 from kernels.linear_logprob import linear_logprob
 
-# Most of a test's time is compilation; these programs run once or twice.
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 @pytest.fixture(scope="session")
-def quick_jit():
-    """`jax.jit` that compiles fast and runs slowly."""
-    return functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@pytest.fixture(scope="session")
-def quick_init(quick_jit):
-    """`init_params`, compiled fast."""
-    return quick_jit(init_params, static_argnums=0)
+def jitted_init():
+    return jax.jit(init_params, static_argnums=0)
 
 
 @pytest.fixture(scope="session")
@@ -77,19 +67,19 @@ def _padded(tokens, length):
 
 
 @pytest.fixture(scope="session")
-def logits_of(quick_jit):
+def logits_of():
     """`(cfg, params, tokens) -> logits` of unpacked rows."""
-    compiled = quick_jit(lambda *a: _run(*a)[0], static_argnums=0)
+    compiled = jax.jit(lambda *a: _run(*a)[0], static_argnums=0)
     return lambda cfg, params, tokens: np.asarray(compiled(cfg, params, *_padded(tokens, None)))
 
 
 @pytest.fixture(scope="session")
-def logits_and_gradients(quick_jit):
+def logits_and_gradients():
     """`(cfg, params, tokens, pad_to=None) -> (logits, gradients of the mean next-token loss)`.
 
     Calls that pad to the same length share one program.
     """
-    compiled = quick_jit(
+    compiled = jax.jit(
         lambda *a: jax.value_and_grad(_loss, 1, has_aux=True)(*a), static_argnums=0
     )
 

@@ -19,8 +19,8 @@ SLOTS, ROOM = 4, 40
 
 
 @pytest.fixture(scope="module")
-def params(small, quick_init):
-    return quick_init(small, jax.random.key(0))
+def params(small, jitted_init):
+    return jitted_init(small, jax.random.key(0))
 
 
 @pytest.fixture(scope="module", params=["stacked", "unrolled"])
@@ -29,8 +29,8 @@ def cfg(small, request):
 
 
 @pytest.fixture(scope="module")
-def append(params, quick_jit):
-    compiled = quick_jit(extend, static_argnums=0)
+def append(params):
+    compiled = jax.jit(extend, static_argnums=0)
     return lambda cfg, *arguments: compiled(cfg, params, *arguments)
 
 
@@ -40,10 +40,10 @@ def texts(small):
 
 
 @pytest.fixture(scope="module")
-def expected(small, params, texts, quick_jit):
+def expected(small, params, texts):
     positions = np.broadcast_to(np.arange(ROOM), texts.shape)
     ones = np.ones_like(texts)
-    hidden, _ = quick_jit(forward, static_argnums=0)(small, params, texts, positions, ones)
+    hidden, _ = jax.jit(forward, static_argnums=0)(small, params, texts, positions, ones)
     return np.asarray(hidden)
 
 

@@ -15,19 +15,19 @@ from fastask_jax.model.parameters import Declare
 
 
 @pytest.fixture(scope="module")
-def params(small, quick_init):
-    return quick_init(small, jax.random.key(0))
+def params(small, jitted_init):
+    return jitted_init(small, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
-def run(quick_jit):
+def run():
     """`(cfg, params, tokens, positions, segment_ids, cotangent) -> (hidden, aux, gradients)`."""
 
     def objective(cfg, params, tokens, positions, segment_ids, cotangent):
         hidden, aux = forward(cfg, params, tokens, positions, segment_ids)
         return jnp.vdot(hidden, cotangent), (hidden, aux)
 
-    compiled = quick_jit(jax.value_and_grad(objective, 1, has_aux=True), static_argnums=0)
+    compiled = jax.jit(jax.value_and_grad(objective, 1, has_aux=True), static_argnums=0)
 
     def call(*arguments):
         (_, (hidden, aux)), grads = compiled(*arguments)
@@ -125,9 +125,9 @@ def test_remat_policies_recompute_more_or_less(small, params, example):
     assert products("none") < products("dots") < products("block")
 
 
-def test_bfloat16_activations_stay_near_float32(small, params, run, example, quick_jit):
+def test_bfloat16_activations_stay_near_float32(small, params, run, example):
     hidden, _, _ = run(small, params, *example)
-    low, _ = quick_jit(forward, static_argnums=0)(
+    low, _ = jax.jit(forward, static_argnums=0)(
         dataclasses.replace(small, dtype="bfloat16"), params, *example[:3]
     )
     assert low.dtype == jnp.bfloat16
@@ -161,10 +161,10 @@ def test_load_balance_of_even_and_of_collapsed_routing(small):
     np.testing.assert_allclose(load_balance_loss(small, collapsed), small.num_experts)
 
 
-def test_parameters_are_plain_and_seeded(small, params, quick_init):
+def test_parameters_are_plain_and_seeded(small, params, jitted_init):
     assert type(params) is dict and type(params["blocks"]["layer_0"]["mixer"]) is dict
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    again, other = (quick_init(small, jax.random.key(seed)) for seed in (0, 1))
+    again, other = (jitted_init(small, jax.random.key(seed)) for seed in (0, 1))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, params, again)))
     assert not np.array_equal(params["embedding"], other["embedding"])
     # Stacked copies of a layer differ from each other.
@@ -172,8 +172,8 @@ def test_parameters_are_plain_and_seeded(small, params, quick_init):
     assert router.shape[0] == small.num_blocks and not np.array_equal(router[0], router[1])
 
 
-def test_untied_head(small, params, quick_init):
-    untied = quick_init(dataclasses.replace(small, tie_word_embeddings=False), jax.random.key(0))
+def test_untied_head(small, params, jitted_init):
+    untied = jitted_init(dataclasses.replace(small, tie_word_embeddings=False), jax.random.key(0))
     assert unembedding(untied) is untied["head"]
     np.testing.assert_array_equal(unembedding(params), params["embedding"].T)
 
@@ -197,9 +197,9 @@ def routed():
 
 
 def test_replayed_experts_are_used_and_weighed_by_the_router(
-    routed, example, quick_jit, quick_init
+    routed, example, jitted_init
 ):
-    params = quick_init(routed, jax.random.key(0))
+    params = jitted_init(routed, jax.random.key(0))
     tokens, _, ids, cotangent = example
 
     def objective(params, expert_ids):
@@ -208,7 +208,7 @@ def test_replayed_experts_are_used_and_weighed_by_the_router(
         )
         return jnp.vdot(hidden, cotangent), (hidden, aux)
 
-    compiled = quick_jit(jax.value_and_grad(objective, has_aux=True))
+    compiled = jax.jit(jax.value_and_grad(objective, has_aux=True))
     free = compiled(params, None)
     chosen = free[0][1][1]["expert_ids"]
     assert chosen.shape == (2, *tokens.shape, 2) and chosen.dtype == jnp.int32
@@ -260,7 +260,7 @@ def by_definition(moe, cfg, x, ids):
     ],
 )
 def test_experts_are_what_their_definition_says(
-    routed, quick_jit, implementation, norm, shared, experts
+    routed, implementation, norm, shared, experts
 ):
     cfg = dataclasses.replace(
         routed,
@@ -273,12 +273,12 @@ def test_experts_are_what_their_definition_says(
     random = np.random.default_rng(0)
     x = random.normal(size=(1, 9, cfg.hidden_size)).astype(np.float32)
     forced = random.permuted(np.tile(np.arange(experts), (1, 9, 1)), axis=-1)[..., :2]
-    out, load = quick_jit(lambda x, ids: moe(x, forced=ids))(x, forced)
+    out, load = jax.jit(lambda x, ids: moe(x, forced=ids))(x, forced)
     assert load == {}
     np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], forced[0]), atol=1e-5)
     # Without an order, those with the largest logits.
     best = np.argsort(-x[0] @ np.asarray(moe.router[...]), axis=-1)[:, :2]
-    out, load = quick_jit(lambda x: moe(x, return_chosen=True))(x)
+    out, load = jax.jit(lambda x: moe(x, return_chosen=True))(x)
     np.testing.assert_array_equal(load["expert_ids"][0], best)
     np.testing.assert_allclose(out[0], by_definition(moe, cfg, x[0], best), atol=1e-5)
 

@@ -332,7 +332,7 @@ def test_multimodal_checkpoints_of_transformers(references, tmp_path, label, out
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", [*LABELS, "delta_only"])
-def test_packed_rows_and_one_token_decoding(references, quick_jit, quick_init, label):
+def test_packed_rows_and_one_token_decoding(references, jitted_init, label):
     """Both equal the same texts run apart, one to a row; values only."""
     if label == "delta_only":
         cfg = ModelConfig(**references.SMALL, mixers=(DELTA,), feed_forwards=(DENSE,))
@@ -349,13 +349,13 @@ def test_packed_rows_and_one_token_decoding(references, quick_jit, quick_init, l
         for where in ((row, slice(n)), (3, slice(start, start + n))):
             tokens[where], positions[where], segments[where] = text, np.arange(n), row + 1
         start += n
-    params = quick_init(cfg, jax.random.key(0))
-    hidden, _ = quick_jit(forward, static_argnums=0)(cfg, params, tokens, positions, segments)
+    params = jitted_init(cfg, jax.random.key(0))
+    hidden, _ = jax.jit(forward, static_argnums=0)(cfg, params, tokens, positions, segments)
     hidden, start = np.asarray(hidden), 0
     for row, n in enumerate(lengths):
         np.testing.assert_allclose(hidden[3, start : start + n], hidden[row, :n], atol=1e-5)
         start += n
-    decode = quick_jit(extend, static_argnums=0)
+    decode = jax.jit(extend, static_argnums=0)
     cache = init_cache(cfg, slots=3, max_len=room)
     for t in range(max(lengths)):
         counts = np.asarray([t < n for n in lengths], np.int32)

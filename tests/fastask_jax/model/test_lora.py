@@ -42,7 +42,7 @@ def drawn(cfg, lora):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cfg", [HYBRID, DENSE], ids=["hybrid", "dense"])
-def test_attached_equals_merged_in_values_gradients_and_decoding(cfg, quick_jit):
+def test_attached_equals_merged_in_values_gradients_and_decoding(cfg):
     lora = LoraConfig(rank=3, alpha=6.0, targets=TARGETS)
     weights, adapters = drawn(cfg, lora)
     tokens = jax.random.randint(jax.random.key(3), (2, 9), 0, cfg.vocab_size)
@@ -62,14 +62,14 @@ def test_attached_equals_merged_in_values_gradients_and_decoding(cfg, quick_jit)
     def merged(adapters):
         return merge_adapters(cfg, lora, weights, adapters)
 
-    grad = quick_jit(jax.grad(objective, has_aux=True), static_argnums=1)
+    grad = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)
     got_grads, got = grad(adapters, apart)
     expected_grads, expected = grad(adapters, merged)
     np.testing.assert_allclose(got, expected, atol=2e-5)
-    assert float(jnp.abs(got - quick_jit(hidden)(weights)).max()) > 1e-2
+    assert float(jnp.abs(got - jax.jit(hidden)(weights)).max()) > 1e-2
     for x, y in zip(jax.tree.leaves(got_grads), jax.tree.leaves(expected_grads), strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-4 * jnp.linalg.norm(y) + 1e-6
-    cached, _ = quick_jit(extend, static_argnums=0)(
+    cached, _ = jax.jit(extend, static_argnums=0)(
         cfg, apart(adapters), init_cache(cfg, 2, 16), tokens, jnp.full(2, 9)
     )
     np.testing.assert_allclose(cached, expected, atol=5e-5)

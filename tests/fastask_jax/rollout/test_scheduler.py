@@ -2,6 +2,7 @@ import dataclasses
 import json
 import random
 
+import jax
 import numpy as np
 import pytest
 
@@ -161,6 +162,37 @@ def test_sampler_logprobs_are_the_learners(engine, model, params, chat, echo):
         ]
         assert max(t.turns for t in trajectories) == 4
         assert max(gaps) < 1e-4
+
+
+@pytest.mark.slow
+def test_weights_may_change_under_running_episodes(engine, params, model, chat, echo):
+    """Each token's logprob is the learner's under the version that made it, although weights
+    change several times within turns, while prompts wait and while tools run."""
+    generations = [jax.tree.map(lambda x, n=n: x * (1 + 0.03 * n), params) for n in range(4)]
+    asked = 0
+
+    def newer():
+        nonlocal asked
+        asked += 1
+        version = min(asked // 12, 3)
+        return (generations[version], version) if asked % 12 == 0 else None
+
+    stats = RolloutStats()
+    pool = LatePool(lambda _: echo.Env(stubborn=True), seed=1)
+    trajectories = rollout(
+        engine, generations[0], 0, tasks_of(echo, 5), 3, pool, chat,
+        seed=0, config=SHORT, tools=echo.TOOLS, newer=newer, stats=stats,
+    )  # fmt: skip
+    assert stats.refed_tokens > 0
+    made = [set(t.versions[t.mask].tolist()) for t in trajectories]
+    assert set.union(*made) == {0, 1, 2, 3} and max(map(len, made)) > 1
+    packed = pack(trajectories, PackConfig(row_lengths=(256, 512), micro_batch_rows=2))
+    score = make_scorer(model, micro_batch_rows=2)
+    for version, weights in enumerate(generations):
+        logprobs, _ = score(weights, packed, 1.0)
+        for learned, t in zip(packed.unpack(logprobs), trajectories, strict=True):
+            mine = t.mask & (t.versions == version)
+            assert not mine.any() or np.abs(learned - t.logprobs)[mine].max() < 1e-4
 
 
 def test_greedy_copies_agree(engine, params, chat, echo):
