@@ -174,8 +174,8 @@ def test_weights_may_change_under_running_episodes(engine, params, model, chat, 
     def newer():
         nonlocal asked
         asked += 1
-        version = min(asked // 12, 3)
-        return (generations[version], version) if asked % 12 == 0 else None
+        version = min(asked // 4, 3)
+        return (generations[version], version) if asked % 4 == 0 else None
 
     stats = RolloutStats()
     pool = LatePool(lambda _: echo.Env(stubborn=True), seed=1)
