@@ -237,11 +237,11 @@ def rows_that_do_not_divide():
 
 def split_experts():
     """Values and gradients with the experts over 4 and over 8 devices, some without a token."""
-    config = replace(CONFIG, num_experts=8, num_layers=1)
+    config = replace(CONFIG, num_experts=8)
     batch = packed_rows(config, 8, 16)
     one = scored(config, batch, make_mesh())
     for devices in (4, 8):
-        split = scored(config, batch, make_mesh(1, 1, devices, 1))
+        split = scored(config, batch, make_mesh(8 // devices, 1, devices, 1))
         say(f"experts over {devices}", error=apart(split, one))
 
 
