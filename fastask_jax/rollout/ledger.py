@@ -23,21 +23,13 @@ from typing import Any, Generic, TypeVar
 Payload = TypeVar("Payload")
 
 
-@dataclass
-class Ticket:
-    """A group under way.
-
-    number: its place in the stream of tasks.  oldest: version of the oldest token that any of its
-    rollouts has sampled; None before the first.
-    """
-
-    number: int
-    oldest: int | None = None
-
-
 @dataclass(frozen=True)
 class Finished(Generic[Payload]):
-    """A group that waits for an update."""
+    """A group that waits for an update.
+
+    number: its place in the stream of tasks.  oldest: version of the oldest token that any of its
+    rollouts has sampled.
+    """
 
     number: int
     oldest: int
@@ -63,7 +55,8 @@ class Ledger(Generic[Payload]):
     counts: Counter[str] = field(default_factory=Counter)
     _next: int = 0
     _again: list[int] = field(default_factory=list)
-    _under_way: dict[int, Ticket] = field(default_factory=dict)
+    # Groups by number, with the version of their oldest token; None before the first.
+    _under_way: dict[int, int | None] = field(default_factory=dict)
     _waiting: list[Finished[Payload]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,14 +67,6 @@ class Ledger(Generic[Payload]):
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
     # -- from tasks to finished groups --------------------------------------------------------
-
-    @property
-    def under_way(self) -> int:
-        return len(self._under_way)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     def permits(self) -> int:
         """How many more groups may begin now; never 0 while nothing is under way and too few
@@ -101,17 +86,17 @@ class Ledger(Generic[Payload]):
             number = self._again.pop(0)
         else:
             number, self._next = self._next, self._next + 1
-        self._under_way[number] = Ticket(number)
+        self._under_way[number] = None
         return number
 
     def sampled(self, number: int, version: int) -> None:
         """A rollout of the group has sampled a token with these weights."""
-        ticket = self._ticket(number)
-        ticket.oldest = version if ticket.oldest is None else min(version, ticket.oldest)
+        oldest = self._oldest(number)
+        self._under_way[number] = version if oldest is None else min(version, oldest)
 
     def finish(self, number: int, payload: Payload, signal: bool = True) -> None:
         """All rollouts of the group have ended; without `signal` it makes room for another."""
-        oldest = self._ticket(number).oldest
+        oldest = self._oldest(number)
         del self._under_way[number]
         if not signal or oldest is None:
             self.counts["dull"] += 1
@@ -121,7 +106,7 @@ class Ledger(Generic[Payload]):
 
     def lose(self, number: int) -> None:
         """The group failed for no fault of the policy: its task begins again."""
-        self._ticket(number)
+        self._oldest(number)
         del self._under_way[number]
         self._again.append(number)
         self.counts["lost"] += 1
@@ -129,7 +114,7 @@ class Ledger(Generic[Payload]):
     def cancel_stale(self) -> list[int]:
         """Takes out the groups under way that no update will take any more; returns them, so that
         their slots are freed.  Their tasks are not dealt again: slow ones would starve others."""
-        stale = [t.number for t in self._under_way.values() if self._too_old(t.oldest)]
+        stale = [n for n, oldest in self._under_way.items() if self._too_old(oldest)]
         for number in stale:
             del self._under_way[number]
         self.counts["cancelled"] += len(stale)
@@ -187,7 +172,7 @@ class Ledger(Generic[Payload]):
     def _too_old(self, oldest: int | None) -> bool:
         return oldest is not None and self.version - oldest > self.max_staleness
 
-    def _ticket(self, number: int) -> Ticket:
+    def _oldest(self, number: int) -> int | None:
         try:
             return self._under_way[number]
         except KeyError:

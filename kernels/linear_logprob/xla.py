@@ -142,11 +142,9 @@ def _over_words(
     head: jax.Array,
     visit: Callable[[_Words, bool, Carry], Carry],
     carry: Carry,
-    kept: int,
 ) -> Carry:
-    """`carry = visit(words, is_kept, carry)` for each block of the head's rows `[V, D]`, the
-    first `kept` of them being kept ones."""
-    vocab, width = head.shape[0], blocks.words
+    """`carry = visit(words, is_kept, carry)` for each block of the head's rows `[V, D]`."""
+    vocab, width, kept = head.shape[0], blocks.words, blocks.kept
     offset = 0 if blocks.axis_name is None else vocab * jax.lax.axis_index(blocks.axis_name)
 
     def block(is_kept: bool, index: jax.Array, carry: Carry) -> Carry:
@@ -225,7 +223,7 @@ def _forward(
     zero = jnp.zeros(ids.shape, jnp.float32)
     kept = jnp.zeros((blocks.kept, ids.shape[0], blocks.words), jnp.float32)
     carry = ((jnp.full(ids.shape, _LOW), zero, zero, zero), kept)
-    (peak, total, weighted, chosen), kept = _over_words(blocks, head, visit, carry, blocks.kept)
+    (peak, total, weighted, chosen), kept = _over_words(blocks, head, visit, carry)
     if blocks.axis_name is not None:
         higher = jax.lax.pmax(peak, blocks.axis_name)
         total, weighted = _rescaled(peak, total, weighted, higher)
@@ -295,5 +293,5 @@ def _backward(blocks: Layout, residuals: Any, cotangents: Outputs) -> tuple:
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_part, words.start, axis=0)
 
     gradients = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
-    d_hidden, d_head = _over_words(blocks, head, visit, gradients, blocks.kept)
+    d_hidden, d_head = _over_words(blocks, head, visit, gradients)
     return d_hidden.astype(hidden.dtype), d_head, None, None, None

@@ -520,7 +520,7 @@ def test_ctrl_c_is_the_parents_alone():
     for pid in workers:  # as a terminal would, had they stayed in its group
         os.kill(pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and err == ""
     assert all(gone(pid) for pid in workers)
 

@@ -236,7 +236,7 @@ def rows_that_do_not_divide():
 
 
 def split_experts():
-    """Values and gradients with the experts over 4 and over 8 devices, some without a token."""
+    """Values and gradients with the experts over 4 and over 8 devices."""
     config = replace(CONFIG, num_experts=8)
     batch = packed_rows(config, 8, 16)
     one = scored(config, batch, make_mesh())
