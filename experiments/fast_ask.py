@@ -12,15 +12,17 @@ alone (PEFT).  Over several hosts: docs/several_hosts.md.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
@@ -29,7 +31,10 @@ from envs.pool import EnvPool, PoolConfig
 from envs.sandbox import SandboxConfig
 from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
+from fastask_jax.collect import Asynchronous, Source, Synchronous
 from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
+from fastask_jax.fleet.config import FleetConfig
+from fastask_jax.fleet.links import Link, ProcessLink, ThreadLink
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
 from fastask_jax.model import PRESETS, ModelConfig, check_finite, load_params, save_params
@@ -44,7 +49,7 @@ from fastask_jax.report.summary import write_summary
 from fastask_jax.report.tables import closing_table, group_table
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig
-from fastask_jax.rollout.scheduler import RolloutConfig
+from fastask_jax.rollout.scheduler import RolloutConfig, Scheduler
 from kernels.choice import Kernels
 
 
@@ -74,6 +79,7 @@ class Config:
     resume: bool = option(False, "go on from the last committed checkpoint, if there is one")
     model: str = option("tiny", "model preset; the weights must have its shape")
     weights: Path | None = option(None, "folder or GGUF file to start from; none: the shipped ones")
+    mode: str = option("sync", "sync (sample, learn, in turn) or async (a fleet samples on)")
     tasks: TaskConfig = option(TaskConfig(), "")
     env: FastAskConfig = option(FastAskConfig(prompt="short"), "")
     loop: LoopConfig = option(LoopConfig(), "")
@@ -82,6 +88,7 @@ class Config:
     lora: LoraConfig = option(LoraConfig(), "")
     rollout: RolloutConfig = option(RolloutConfig(max_turn_tokens=128, max_tokens=512), "")
     engine: EngineConfig = option(EngineConfig(slots=64, max_len=768), "")
+    fleet: FleetConfig = option(FleetConfig(), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
     mesh: MeshConfig = option(MeshConfig(), "")
     kernels: Kernels = option(Kernels(), "")
@@ -92,6 +99,12 @@ class Config:
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
             raise ValueError(f"model is one of {', '.join(PRESETS)}, not {self.model!r}")
+        if self.mode not in ("sync", "async"):
+            raise ValueError(f"mode is sync or async, not {self.mode!r}")
+        if self.mode == "async" and self.distributed != DistributedConfig():
+            raise ValueError(
+                "mode async runs with one learner process: leave the fields of distributed out"
+            )
         if self.rollout.temperature != self.objective.temperature:
             raise ValueError(
                 f"rollout.temperature ({self.rollout.temperature}) and objective.temperature "
@@ -166,10 +179,8 @@ class Built:
     actor: Actor
 
 
-@contextmanager
-def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
-    """Loads the policy, onto a mesh if one is given, and starts the environment pool; both end
-    with the block.
+def load(config: Config, mesh: Mesh | None = None) -> tuple[ModelConfig, Any, ChatFormat]:
+    """The model, its weights, onto a mesh if one is given, and its chat format.
 
     Raises FileNotFoundError or ValueError for weights that are missing, don't fit the model or
     aren't finite.
@@ -190,10 +201,68 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
     check_finite(params, f"the weights in {source}")
     chat = ChatFormat(load_tokenizer(source))
     chat.check_fits(model.vocab_size, f"the model in {source}")
+    return model, params, chat
+
+
+@contextmanager
+def environments(config: Config) -> Iterator[EnvPool]:
+    """A pool of the config's environments."""
     settings = (config.env, config.sandbox)
     with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
+        yield pool
+
+
+@contextmanager
+def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
+    """Loads the policy, as `load` does, and starts the environment pool; both end with the
+    block."""
+    model, params, chat = load(config, mesh)
+    with environments(config) as pool:
         engine = Engine(model, config.engine, chat.stop_id)
         yield Built(model, params, Actor(engine, chat, pool, TOOLS, config.rollout))
+
+
+@contextmanager
+def replica(
+    settings: tuple[Config, ModelConfig], device: jax.Device | None = None
+) -> Iterator[tuple[Scheduler, Callable[[Any], Any]]]:
+    """What a replica of the fleet works with, and what puts weights where it works."""
+    config, model = settings
+    device = device or jax.local_devices()[0]
+    chat = ChatFormat(load_tokenizer(config.source))
+    with environments(config) as pool:
+        engine = Engine(model, config.engine, chat.stop_id, device)
+        # A copy in any case: the learner gives its arrays to the next update.
+        copy = partial(jax.device_put, device=SingleDeviceSharding(device), may_alias=False)
+        yield Scheduler(engine, pool, chat, config.rollout, TOOLS), copy
+
+
+@contextmanager
+def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> Iterator[Source]:
+    """Where the run's rollouts come from, with all that it needs until the block ends."""
+    batches = config.loop.batches(config.objective.advantage)
+    stream = config.tasks.stream("train")
+    with ExitStack() as stack:
+        if config.mode == "sync":
+            pool = stack.enter_context(environments(config))
+            engine = Engine(model, config.engine, chat.stop_id)
+            actor = Actor(engine, chat, pool, TOOLS, config.rollout)
+            yield Synchronous(actor, stream, batches)
+            return
+        links: list[Link] = []
+        spare = [d for d in jax.local_devices() if d not in set(mesh.devices.flat)]
+        for number in range(config.fleet.replicas):
+            name = f"replica {number}"
+            if config.fleet.place == "process":
+                links.append(ProcessLink(name, "experiments.fast_ask:replica", (config, model)))
+            else:
+                places = spare or list(mesh.devices.flat)
+                device = places[number % len(places)]
+                parts = stack.enter_context(replica((config, model), device))
+                links.append(ThreadLink(name, *parts))
+        yield Asynchronous(
+            links, stream.task, chat, config.fleet, config.rollout, batches, stream.config
+        )
 
 
 def train(
@@ -207,10 +276,11 @@ def train(
     config = replace(config, kernels=config.kernels.resolved())
     if is_main():
         check_place(config, config.run_dir)
-    mesh = config.mesh.make()
+    mesh = config.mesh.make(_learner_devices(config))
     heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
-    with build(config, mesh) as built:
-        model, lora, params = built.model, config.lora, built.params
+    model, params, chat = load(config, mesh)
+    with source(config, mesh, model, chat) as rollouts:
+        lora = config.lora
         frozen, peft = None, False
         if lora.rank:
             frozen, params = params, init_adapters(model, lora, jax.random.key(config.loop.seed))
@@ -228,8 +298,7 @@ def train(
                 frozen=frozen,
             ),
             pack_config=config.pack,
-            actor=built.actor,
-            stream=config.tasks.stream("train"),
+            source=rollouts,
             eval_tasks=heldout,
             on_eval=on_eval,
             on_start=lambda: save_config(config, config.run_dir),
@@ -251,14 +320,31 @@ def train(
         params = merge_adapters(model, lora, frozen, state.params)
     else:
         params = state.params
-    tokenizer = built.actor.chat.tokenizer
     save_params(
         config.run_dir / "policy", model, params,
-        dtype=model.dtype, extras=tokenizer.save_pretrained,
+        dtype=model.dtype, extras=chat.tokenizer.save_pretrained,
     )  # fmt: skip
     return Channel("results").run(
         "comparing policies", lambda: compare(config, heldout, trainer.began) if is_main() else {}
     )
+
+
+def _learner_devices(config: Config) -> list[jax.Device] | None:
+    """In mode async the first devices, so that the last ones are the replicas'."""
+    if config.mode == "sync":
+        return None
+    wanted = math.prod(asdict(config.mesh).values())
+    return jax.local_devices()[:wanted]
+
+
+def make_room(config: Config) -> None:
+    """In mode async gives JAX as many CPU devices as learner and replicas want, so that they run
+    side by side; other platforms have what they have.  Before JAX is asked for its devices."""
+    if config.mode == "async":
+        threads = config.fleet.replicas if config.fleet.place == "thread" else 0
+        wanted = math.prod(asdict(config.mesh).values()) + threads
+        if jax.config.jax_num_cpu_devices < wanted:  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", wanted)
 
 
 def _fits_peft(model: ModelConfig, lora: LoraConfig) -> bool:
@@ -309,6 +395,7 @@ def show(policies: dict[str, list[Record]]) -> None:
 
 def main(argv: list[str]) -> None:
     config = parse(Config, argv, presets=PRESET_CONFIGS, prog="python -m experiments.fast_ask")
+    make_room(config)
     with started(config.distributed):
         if is_main():
             print(format_config(config), flush=True)

@@ -84,10 +84,15 @@ class Actor:
         wrong one.
         """
         found = self.run(params, version, tasks, 1, "evaluation", temperature=temperature)
-        for trajectory in found:
-            if not trajectory.valid:
-                raise RuntimeError(f"evaluation of {trajectory.task_id}: {trajectory.error}")
-        return [record(t) for t in found]
+        return evaluation_records(found)
+
+
+def evaluation_records(found: Sequence[Trajectory]) -> list[Record]:
+    """Records of an evaluation's trajectories; RuntimeError where one isn't valid."""
+    for trajectory in found:
+        if not trajectory.valid:
+            raise RuntimeError(f"evaluation of {trajectory.task_id}: {trajectory.error}")
+    return [record(t) for t in found]
 
 
 def record(trajectory: Trajectory) -> Record:

@@ -1,16 +1,18 @@
-"""The synchronous training loop: tasks -> rollouts -> advantages -> one update, and again.
+"""The training loop: rollouts -> one update, and again; files, evaluations, checkpoints.
 
-Deterministic: step n takes the next tasks of the stream, samples with a seed made of the run's
-seed and n, and trains on exactly what it sampled.  So a run that was killed and resumed from
-its last committed checkpoint is the run that was never interrupted.  Evaluation shares the
+Where rollouts come from is the source's (`collect.py`).  From a synchronous one a run is
+deterministic: step n takes the next tasks of the stream, samples with a seed made of the run's
+seed and n, and trains on exactly what it sampled; so a run that was killed and resumed from its
+last committed checkpoint is the run that was never interrupted.  From an asynchronous one a
+resumed run trains on no group twice and loses none that had ended.  Evaluation shares the
 engine, the weights and the decoding mode of training.
 
 With several processes (`fastask_jax.distributed`) each runs this same loop: it rolls out its share
 of the tasks on a device of its own, all get all trajectories, and one update runs over the mesh of
 all devices.  Process 0 alone writes and shows what a run leaves behind, checkpoints excepted.
 
-Left out: what is trained (the caller builds model, tasks, pool and objective), asynchronous
-rollouts, and plots (`fastask_jax.report`).
+Left out: what is trained (the caller builds model, source and objective), and plots
+(`fastask_jax.report`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -28,29 +30,19 @@ from typing import Any
 import numpy as np
 
 from fastask_jax._exit import resumable
-from fastask_jax.actor import Actor, Record, record
-from fastask_jax.distributed import Channel, Quiet, is_main, local_copy
-from fastask_jax.learn import (
-    Objective,
-    PackConfig,
-    TrainState,
-    TrainStep,
-    advantages,
-    has_signal,
-    pack,
-    results,
-)
+from fastask_jax.actor import Record, record
+from fastask_jax.collect import CUT, Batches, Collected, Source
+from fastask_jax.distributed import Channel, Quiet, is_main
+from fastask_jax.learn import Objective, PackConfig, TrainState, TrainStep, pack, results
 from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.model import check_finite
 from fastask_jax.model.lora import fingerprint
 from fastask_jax.report import metrics as names
-from fastask_jax.report.jsonl import plain
+from fastask_jax.report.jsonl import JsonLines, plain
 from fastask_jax.report.metrics import MetricsWriter, eval_values, read_metrics
 from fastask_jax.report.progress import Progress
 from fastask_jax.report.summary import summarize
 from fastask_jax.report.traces import TraceWriter
-from fastask_jax.rollout.scheduler import RolloutStats
-from fastask_jax.rollout.transcript import Trajectory
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,14 @@ class LoopConfig:
     steps: updates.  batch_size: rollouts of a step; a multiple of group_size.
     group_size: copies of a task, at least 2: the group that advantages are centred in.
     refill_rounds: how often groups without signal (all rewards equal) are replaced by new tasks
-        within a step.
+        within a synchronous step; an asynchronous one always does.
     eval_every: steps between evaluations; one is made before the first step and after the last.
     eval_tasks: held-out tasks of an evaluation; 0 makes none.
     save_every: steps between checkpoints.  keep_last: how many of them are kept.  keep_every:
         those of steps that this divides are kept for ever; none without it.
     traces: trajectories a step written to traces.jsonl.
     gap_alarm: mean |log(learner's / sampler's probability)| of a step's tokens above which a
-        warning is shown; both score the same weights, so it should be rounding.
+        warning is shown, of those that the step's own weights sampled: it should be rounding.
     """
 
     steps: int = 100
@@ -82,6 +74,11 @@ class LoopConfig:
     traces: int = 8
     gap_alarm: float = 0.01
     seed: int = 0
+
+    def batches(self, kind: str) -> Batches:
+        """What a source needs to know of it; kind: of advantage."""
+        groups = self.batch_size // self.group_size
+        return Batches(groups, self.group_size, self.seed, kind, self.refill_rounds)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "group_size", "eval_every", "save_every"):
@@ -111,7 +108,7 @@ class LoopConfig:
 
 @dataclass
 class Trainer:
-    """One run.  `stream` deals tasks by `take(count)` and has an int `cursor`.
+    """One run.
 
     settings: configs by name, those that the trainer doesn't know itself and without which the
     run would be another one (`env`); a resumed run must have the same.
@@ -123,8 +120,7 @@ class Trainer:
     run_dir: Path
     step_fn: TrainStep
     pack_config: PackConfig
-    actor: Actor
-    stream: Any
+    source: Source
     eval_tasks: Sequence[Any]
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
@@ -160,19 +156,22 @@ class Trainer:
                 "opening the run's files", lambda: self._open(stack, metrics, done, resume)
             )
             stack.enter_context(resumable(self.run_dir))
+            groups = self._open_groups(stack, done, resume)
+            stack.enter_context(self.source)
+            self._publish(state)
             if done is None:
                 tasks = len(self.eval_tasks)
                 progress.note(f"evaluating {tasks} tasks; what runs for the first time compiles")
-                values = self._evaluate(state, 0, progress)
+                values = self._evaluate(0, progress)
                 metrics.write(0, values | self._wall())
                 self._save(0, state)
             for step in range((done or 0) + 1, self.config.steps + 1):
-                state, values = self._step(step, state, traces)
+                state, values = self._step(step, state, traces, groups)
                 warning = gap_warning(values, self.config.gap_alarm)
                 if warning is not None:
                     progress.note(f"step {step}: {warning}")
                 if step % self.config.eval_every == 0 or step == self.config.steps:
-                    values |= self._evaluate(state, step, progress)
+                    values |= self._evaluate(step, progress)
                 metrics.write(step, values | self._wall())
                 progress.update(step, values)
                 if step % self.config.save_every == 0 or step == self.config.steps:
@@ -202,7 +201,7 @@ class Trainer:
         done = int(restored.host_state["step"])
         self._check_resumable(done, restored.host_state.get("settings", {}))
         check_finite(restored.state.params, f"the weights of step {done} in {self.run_dir}")
-        self.stream.cursor = int(restored.host_state["cursor"])
+        self.source.restore(restored.host_state)
         return restored.state, done
 
     def _open(self, stack: ExitStack, metrics: Any, done: int | None, resume: bool) -> Any:
@@ -219,13 +218,21 @@ class Trainer:
             metrics.cut(kept)
         return traces, stack.enter_context(Progress(self.config.steps, done or 0))
 
+    def _open_groups(self, stack: ExitStack, done: int | None, resume: bool) -> Any:
+        """The writer of groups.jsonl: which groups each asynchronous update has taken."""
+        if not (is_main() and self.source.numbered):
+            return Quiet()
+        return stack.enter_context(
+            JsonLines(self.run_dir / "groups.jsonl", self._kept(done, resume))
+        )
+
     @staticmethod
     def _kept(done: int | None, resume: bool) -> int | None:
         """The step after which lines of an earlier try are cut off (-1: all of them)."""
         return -1 if done is None and resume else done
 
     def _save(self, step: int, state: TrainState) -> None:
-        host_state = {"step": step, "cursor": self.stream.cursor, "settings": self._settings()}
+        host_state = {"step": step, "settings": self._settings(), **self.source.state()}
         self._checkpoints.save(step, state, host_state)
 
     def _settings(self) -> dict[str, Any]:
@@ -236,12 +243,10 @@ class Trainer:
         what a run on another machine or mesh needs otherwise.  With LoRA the weights that aren't
         trained are, as no checkpoint holds them.
         """
-        names = ("seed", "batch_size", "group_size", "refill_rounds", "eval_tasks")
+        names = ("seed", "batch_size", "group_size", "eval_tasks")
         found = {f"loop.{name}": getattr(self.config, name) for name in names}
         found["pack.row_lengths"] = plain(self.pack_config.row_lengths)
-        configs = dict(self.settings)
-        configs["tasks"] = getattr(self.stream, "config", None)
-        configs["rollout"] = getattr(self.actor, "config", None)
+        configs = {**self.settings, **self.source.settings()}
         configs["objective"] = getattr(self.step_fn, "objective", None)
         for name, config in configs.items():
             if config is not None:
@@ -265,91 +270,49 @@ class Trainer:
             )
 
     def _step(
-        self, step: int, state: TrainState, traces: TraceWriter | Quiet
+        self, step: int, state: TrainState, traces: TraceWriter | Quiet, groups: JsonLines | Quiet
     ) -> tuple[TrainState, dict[str, Any]]:
         began = time.monotonic()
-        stats = RolloutStats()
-        useful, dull = self._collect(step, state, stats)
-        batch = useful + dull
+        found = self.source.collect(step)
         rolled = time.monotonic()
-        valid = [t for t in batch if t.valid]
-        if not valid:
-            raise RuntimeError(f"step {step}: all {len(batch)} rollouts failed: {batch[0].error}")
-        useful = [t for t in useful if t.valid]
-        if useful:
-            state, learned = self.step_fn(state, pack(useful, self.pack_config))
-            values: dict[str, Any] = results(learned)
+        valid = [t for t in found.ended if t.valid]
+        if found.ended and not valid:
+            raise RuntimeError(
+                f"step {step}: all {len(found.ended)} rollouts failed: {found.ended[0].error}"
+            )
+        values: dict[str, Any] = {}
+        if found.useful:
+            state, learned = self.step_fn(state, pack(found.useful, self.pack_config))
+            values = results(learned)
             if values["optim/skipped"]:
                 raise FloatingPointError(
                     f"step {step}: the update isn't finite; the last checkpoint is intact. "
                     "Resume from it with a lower optimizer.learning_rate"
                 )
-        else:
-            values = {}
-        for trajectory in batch[: self.config.traces]:
-            traces.write({"step": step, **trajectory.to_json(self.actor.chat)})
-        records = [record(t) for t in valid]
-        tokens = sum(len(t) for t in valid)
+            self._publish(state)
+        for trajectory in found.ended[: self.config.traces]:
+            traces.write({"step": step, **trajectory.to_json(self.source.chat)})
+        groups.write({"step": step, "groups": found.groups})
         seconds = time.monotonic() - began
+        values |= _rollout_values(found, valid) | found.values
         values |= {
-            names.REWARD: float(np.mean([r["reward"] for r in records])),
-            names.ACCURACY: float(np.mean([r["correct"] for r in records])),
-            names.TURNS: float(np.mean([r["turns"] for r in records])),
-            names.TOKENS_PER_SECOND: tokens / seconds,
-            "train/cells": float(np.mean([r["cells"] for r in records])),
-            "train/malformed_calls": float(np.mean([r["malformed"] for r in records])),
-            "train/sampled_tokens": stats.sampled_tokens,
-            "train/failed": len(batch) - len(valid),
-            "train/with_signal": len(useful) / len(valid),
+            names.TOKENS_PER_SECOND: sum(len(t) for t in valid) / seconds,
             "train/version": int(state.version),
             "time/rollout": rolled - began,
             "time/learn": seconds - (rolled - began),
-            "time/append": stats.append_seconds,
-            "time/decode": stats.decode_seconds,
-            "time/pool": stats.pool_seconds,
-            "rollout/occupancy": stats.occupancy,
         }
-        for name in records[0]["parts"]:
-            values[f"train/{name}"] = float(np.mean([r["parts"][name] for r in records]))
+        worked = sum(values[f"time/{name}"] for name in ("append", "decode", "pool"))
+        values.setdefault("time/idle", max(0.0, seconds - worked))
         return state, values
 
-    def _collect(
-        self, step: int, state: TrainState, stats: RolloutStats
-    ) -> tuple[list[Trajectory], list[Trajectory]]:
-        """The step's rollouts with their advantages: groups with signal, groups without.
+    def _publish(self, state: TrainState) -> None:
+        self.source.weights(self.step_fn.policy(state), int(state.version))
 
-        The latter teach nothing, but the averages are over all that was rolled out: over the
-        groups with signal alone they would not be those of the policy.
-        """
-        copies = self.config.group_size
-        wanted = self.config.batch_size // copies
-        params = local_copy(self.step_fn.policy(state))
-        kept: list[Trajectory] = []
-        spare: list[Trajectory] = []
-        for attempt in range(self.config.refill_rounds + 1):
-            missing = wanted - len(kept) // copies
-            if not missing:
-                break
-            seed = f"{self.config.seed}/{step}/{attempt}"
-            tasks = self.stream.take(missing)
-            found = self.actor.run(params, int(state.version), tasks, copies, seed, stats)
-            values = advantages(
-                [t.reward for t in found],
-                [t.group for t in found],
-                [t.valid for t in found],
-                self.objective.advantage,
-            )
-            signal = has_signal(values, [t.group for t in found])
-            for trajectory, value, keep in zip(found, values, signal, strict=True):
-                trajectory.advantage = float(value)
-                (kept if keep else spare).append(trajectory)
-        return kept, spare
-
-    def _evaluate(self, state: TrainState, step: int, progress: Progress | Quiet) -> dict[str, Any]:
+    def _evaluate(self, step: int, progress: Progress | Quiet) -> dict[str, Any]:
         if not self.eval_tasks:
             return {}
-        params = local_copy(self.step_fn.policy(state))
-        records = self.actor.evaluate(params, int(state.version), self.eval_tasks)
+        began = time.monotonic()
+        records = self.source.evaluate(self.eval_tasks)
         if is_main():
             write_records(self.run_dir, f"step_{step:05d}", records)
             self.on_eval(step, records)
@@ -358,7 +321,31 @@ class Trainer:
             f"evaluation at step {step}: exact match {summary['exact_match']:.1%} "
             f"({summary['low']:.1%} to {summary['high']:.1%}), reward {summary['mean_reward']:.3f}"
         )
-        return eval_values(summary)
+        return eval_values(summary) | {"time/eval": time.monotonic() - began}
+
+
+def _rollout_values(found: Collected, valid: Sequence[Any]) -> dict[str, Any]:
+    """Means over the rollouts that have ended; none where none has."""
+    if not valid:
+        return {}
+    records = [record(t) for t in valid]
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values)))
+
+    return {
+        names.REWARD: mean(r["reward"] for r in records),
+        names.ACCURACY: mean(r["correct"] for r in records),
+        names.TURNS: mean(r["turns"] for r in records),
+        "train/cells": mean(r["cells"] for r in records),
+        "train/tool_calls": mean(r["tool_calls"] for r in records),
+        "train/malformed_calls": mean(r["malformed"] for r in records),
+        "train/cut": mean(r["stop_reason"] in CUT for r in records),
+        "train/failed": len(found.ended) - len(valid),
+        **{
+            f"train/{name}": mean(r["parts"][name] for r in records) for name in records[0]["parts"]
+        },
+    }
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -374,7 +361,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def gap_warning(values: Record, alarm: float) -> str | None:
     """What to say of a step whose sampler and learner disagree on the same weights, or None."""
-    gap = values.get("policy/log_ratio_abs")
+    gap = values.get("policy/gap")
     if gap is None or gap <= alarm:
         return None
     return (

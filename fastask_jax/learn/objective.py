@@ -208,6 +208,7 @@ def objective_sum(
         metrics["policy/reference_kl"] = Sum.of(distance, mask)
 
     stale = staleness.astype(jnp.float32)
+    fresh = mask & (staleness == 0)
     metrics |= {
         "loss/policy": Sum(policy, weight),
         "loss/total": Sum(total, weight),
@@ -215,6 +216,7 @@ def objective_sum(
         "policy/rejected": Sum.of((~kept).astype(jnp.float32), mask),
         "policy/staleness": Sum.of(stale, mask),
         "policy/staleness_max": Max.of(stale, mask),
+        "policy/gap": Sum.of(jnp.abs(log_ratio(logprobs, batch.behaviour_logprobs, mask)), fresh),
         "batch/advantage_abs": Sum.of(jnp.abs(batch.advantages), mask),
         "batch/tokens": Total.of(batch.segment_ids > 0),
         "batch/sampled_tokens": Total.of(mask),

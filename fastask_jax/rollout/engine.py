@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from fastask_jax.model import (
@@ -110,12 +111,20 @@ class Sampled:
 class Engine:
     """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
 
+    device: where it decodes, and where the weights that it is given lie; JAX's default if None.
+
     Attributes: `traces` counts compilations by function; `lengths` [slots] is the number of
     tokens of each slot, the pending one included; `row_steps` counts rows times decode steps so
     far, idle rows included.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        stop_id: int,
+        device: jax.Device | None = None,
+    ) -> None:
         if not 0 <= stop_id < model.vocab_size:
             raise ValueError(
                 f"stop token {stop_id} is outside of the model's vocabulary ({model.vocab_size}); "
@@ -126,7 +135,9 @@ class Engine:
         self.lengths = np.zeros(config.slots, np.int32)
         self.row_steps = 0
         self._pending = np.zeros(config.slots, np.int32)
-        self._cache = init_cache(model, slots=config.slots, max_len=config.max_len)
+        cache = partial(init_cache, model, slots=config.slots, max_len=config.max_len)
+        where = None if device is None else SingleDeviceSharding(device)
+        self._cache = jax.jit(cache, out_shardings=where)()
         axes = cache_axes(model, config.max_len)
         self._append = self._jit("append", partial(_append, model, axes, config.max_len))
         share = partial(_share, axes, config.max_len)

@@ -1,60 +1,49 @@
-"""Rollouts: weights and environments into trajectories.
+"""Rollouts: weights and environments into trajectories, without a barrier.
+
+A `Scheduler` is open-ended: groups (the copies of a task) are added and cancelled at any time, new
+weights are taken between two decode calls, and each `round` does what can be done now.  A turn
+that ends goes to the environment pool, the other slots decode on, and the slot goes on when its
+tool result is back.  `rollout` runs one batch of groups to its end.
 
 More episodes than slots are fine: an episode is admitted when its group's environments are
-ready and a slot is free.  There is no barrier: a turn that ends goes to the environment pool,
-the other slots decode on, and the slot goes on when its tool result is back.
+ready and a slot is free, those of groups added with `first` before all others.
 
 What a trajectory contains depends on the weights, the seed and its task alone, not on slots,
-batch company or how long tools took; the result is ordered by task and sample.  An episode
-whose environment fails is kept as an invalid trajectory, never scored as a wrong answer.
+batch company or how long tools took.  An episode whose environment fails is kept as an invalid
+trajectory, never scored as a wrong answer.
 
-Weights may change between two decode calls.  Running episodes go on with the new ones, each token
-keeping the version that made it; their slots are fed anew first, as a state made by other weights
-would give logprobs that belong to neither.
+Running episodes go on with new weights, each token keeping the version that made it; their slots
+are fed anew first, as a state made by other weights would give logprobs that belong to neither.
+The same feeding anew lets a slot be taken from an episode whose tool is slow, where
+`RolloutConfig.evict_after` allows it: the one with the fewest tokens loses its slot.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
-from envs.core import Message, Reply, ToolSpec
+from envs.core import Reply, ToolSpec
 from envs.pool import Event
 from fastask_jax.rollout.chat import ChatFormat
-from fastask_jax.rollout.engine import Engine, Params, Turn
+from fastask_jax.rollout.engine import Engine, Params
+from fastask_jax.rollout.episodes import Episode, Group
 from fastask_jax.rollout.pools import Pool
 from fastask_jax.rollout.sampling import episode_key
 from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
+from fastask_jax.rollout.slots import Slots
 from fastask_jax.rollout.transcript import Trajectory
 
-__all__ = ["RolloutConfig", "RolloutStats", "rollout"]
+__all__ = ["Group", "RolloutConfig", "RolloutStats", "Scheduler", "rollout"]
 
 
-@dataclass(eq=False)
-class _Episode:
-    """One copy of a task on its way through the slots."""
+class Round(NamedTuple):
+    """Groups that sampled their first token in a round, and those that ended in it."""
 
-    id: str
-    task: Any
-    trajectory: Trajectory
-    key: Any
-    group: _Group
-    began: float = 0.0
-    messages: tuple[Message, ...] = ()
-    prompt: list[int] | None = None
-    slot: int | None = None
-    turn: list[int] = field(default_factory=list)
-    ended: str | None = None  # why the last turn ended: "stop" or the binding budget
-    closing: str | None = None  # the scheduler's own stop reason, once it has ended the episode
-
-
-@dataclass(eq=False)
-class _Group:
-    episodes: list[_Episode] = field(default_factory=list)
-    resetting: int = 0
+    sampled: list[Group]
+    ended: list[Group]
 
 
 def rollout(
@@ -84,109 +73,177 @@ def rollout(
     Raises ValueError for a prompt that leaves no room in a slot, RuntimeError when no event
     comes for `stall_timeout`, and whatever the pool raises.  Live episodes are dropped then.
     """
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, not {group_size}")
-    if chat.stop_id != engine.stop_id:
-        raise ValueError(f"chat ends turns at {chat.stop_id}, the engine at {engine.stop_id}")
-    run = _Rollout(engine, params, version, pool, chat, config or RolloutConfig(), tools)
-    run.stats = stats if stats is not None else RolloutStats()
-    run.on_finish, run.newer = on_finish, newer
-    run.plan(tasks, group_size, seed)
+    run = Scheduler(engine, pool, chat, config, tools, stats)
+    run.on_finish = on_finish
+    run.set_weights(params, version)
+    seen: Counter[str] = Counter()
+    began = time.perf_counter()
+    groups = []
+    for index, task in enumerate(tasks):
+        name = str(getattr(task, "id", index))
+        groups.append(run.add(index, task, group_size, f"{seed}", occurrence=seen[name]))
+        seen[name] += 1
     try:
-        return run.run()
+        while run.unfinished:
+            run.round(run.config.stall_timeout, newer)
     finally:
-        for episode_id in list(run.live):
-            pool.drop(episode_id)
+        run.close()
+        run.stats.seconds += time.perf_counter() - began
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-class _Rollout:
-    """The state of one call of `rollout`."""
+class Scheduler:
+    """Groups of episodes over the slots of one engine and the environments of one pool.
+
+    set_weights: before the first round, and whenever there are others.
+    unfinished: episodes that were added and have neither ended nor been cancelled.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        params: Params,
-        version: int,
         pool: Pool,
         chat: ChatFormat,
-        config: RolloutConfig,
-        tools: Sequence[ToolSpec],
+        config: RolloutConfig | None = None,
+        tools: Sequence[ToolSpec] = (),
+        stats: RolloutStats | None = None,
     ) -> None:
-        self.engine, self.params, self.version = engine, params, version
-        self.pool, self.chat, self.config, self.tools = pool, chat, config, tools
-        self.stats = RolloutStats()
+        if chat.stop_id != engine.stop_id:
+            raise ValueError(f"chat ends turns at {chat.stop_id}, the engine at {engine.stop_id}")
+        self.pool, self.chat, self.tools = pool, chat, tools
+        self.config = config or RolloutConfig()
+        self.stats = stats if stats is not None else RolloutStats()
         self.on_finish: Callable[[Trajectory], None] | None = None
-        self.newer: Callable[[], tuple[Params, int] | None] = lambda: None
-        self.episodes: list[_Episode] = []
-        self.groups: deque[_Group] = deque()
-        self.ready: deque[_Episode] = deque()
-        self.live: dict[str, _Episode] = {}
-        self.free = list(range(engine.config.slots))[::-1]
-        self.running: dict[int, _Episode] = {}
-        self.observed: dict[int, list[int]] = {}
-        self.made_by: dict[int, int] = {}  # slot -> version of the weights that fed it
         self.unfinished = 0
+        self._slots = Slots(engine, self.config, self.stats)
+        self._groups: dict[Hashable, Group] = {}
+        self._waiting: deque[Group] = deque()  # whose environments aren't started yet
+        self._live: dict[str, Episode] = {}
+        self._heard = time.monotonic()
+        self._ended: list[Group] = []
 
-    def plan(self, tasks: Sequence[Any], group_size: int, seed: int | str) -> None:
-        seen: Counter[str] = Counter()
-        for index, task in enumerate(tasks):
-            name = str(getattr(task, "id", index))
-            occurrence = seen[name]
-            seen[name] += 1
-            group = _Group()
-            for copy in range(group_size):
-                key = episode_key(seed, name, occurrence, copy)
-                trajectory = Trajectory(name, index, copy, task)
-                episode_id = f"{seed}/{name}/{occurrence}/{copy}"
-                group.episodes.append(_Episode(episode_id, task, trajectory, key, group))
-            self.groups.append(group)
-            self.episodes.extend(group.episodes)
-        self.unfinished = len(self.episodes)
+    def set_weights(self, params: Params, version: int) -> None:
+        """The weights to go on with; `params` must stay as they are until others come."""
+        self._slots.params, self._slots.version = params, version
 
-    def run(self) -> list[Trajectory]:
-        began = time.perf_counter()
-        while self.unfinished:
-            self._start_groups()
-            self._take_events()
-            self.params, self.version = self.newer() or (self.params, self.version)
-            self._admit()
-            self._feed_again()
-            self._feed_observations()
-            if self.running:
-                self._decode()
-        self.stats.seconds += time.perf_counter() - began
-        return [episode.trajectory for episode in self.episodes]
+    def add(
+        self,
+        key: Hashable,
+        task: Any,
+        copies: int,
+        seed: str,
+        *,
+        occurrence: int = 0,
+        first: bool = False,
+    ) -> Group:
+        """A group of `copies` episodes under a key that no other live group has.
+
+        What is sampled follows from `seed`, the task's `id` (else the key), `occurrence` (for
+        tasks that come twice with one seed) and the copy.  Raises ValueError for no copies or a
+        key in use.
+        """
+        if copies < 1:
+            raise ValueError(f"group_size must be at least 1, not {copies}")
+        if key in self._groups:
+            raise ValueError(f"group {key!r} is under way already")
+        name = str(getattr(task, "id", key))
+        group = self._groups[key] = Group(key, first, unfinished=copies)
+        for copy in range(copies):
+            place = key if isinstance(key, int) else 0
+            group.episodes.append(
+                Episode(
+                    f"{seed}/{name}/{occurrence}/{copy}",
+                    task,
+                    Trajectory(name, place, copy, task),
+                    episode_key(seed, name, occurrence, copy),
+                    group,
+                )
+            )
+        if not self._live:
+            self._heard = time.monotonic()
+        if first:
+            self._waiting.appendleft(group)
+        else:
+            self._waiting.append(group)
+        self.unfinished += copies
+        return group
+
+    def cancel(self, key: Hashable) -> None:
+        """Frees all that a group holds; one that has ended, or was never here, is no error."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            return
+        if group in self._waiting:
+            self._waiting.remove(group)
+        self._slots.forget(group)
+        for episode in group.episodes:
+            if self._live.pop(episode.id, None) is not None:
+                self.pool.drop(episode.id)
+        self.unfinished -= group.unfinished
+
+    def close(self) -> None:
+        """Cancels every group."""
+        for key in list(self._groups):
+            self.cancel(key)
+
+    def round(
+        self,
+        patience: float = 0.0,
+        newer: Callable[[], tuple[Params, int] | None] = lambda: None,
+    ) -> Round:
+        """Takes what environments have answered and newer weights, feeds and decodes once.
+
+        Waits up to `patience` seconds for an environment where nothing can be decoded.  Raises
+        RuntimeError when none has answered for `stall_timeout` although episodes wait for them.
+        """
+        self._ended = []
+        self._start_groups()
+        self._take_events(patience)
+        found = newer()
+        if found is not None:
+            self.set_weights(*found)
+        for episode in self._slots.step():
+            self._send(episode)
+        return Round(self._slots.take_begun(), self._ended)
 
     # -- environments -----------------------------------------------------------------------
 
     def _start_groups(self) -> None:
-        """Resets the environments of the next groups, at most one group ahead of the slots."""
-        while self.groups and len(self.live) < self.engine.config.slots + len(
-            self.groups[0].episodes
-        ):
-            group = self.groups.popleft()
+        """Resets the environments of the next groups, at most one group ahead of the slots (with
+        eviction, ahead of twice as many)."""
+        slots = self._slots.engine.config.slots * (1 if self.config.evict_after is None else 2)
+        while self._waiting and len(self._live) < slots + len(self._waiting[0].episodes):
+            group = self._waiting.popleft()
             group.resetting = len(group.episodes)
             for episode in group.episodes:
                 episode.began = time.perf_counter()
-                self.live[episode.id] = episode
+                self._live[episode.id] = episode
                 self.pool.reset(episode.id, episode.task)
 
-    def _take_events(self) -> None:
+    def _take_events(self, patience: float) -> None:
         # A ready episode without a free slot has to wait for events as well.
-        busy = bool(self.running or self.observed or (self.ready and self.free))
-        began = time.perf_counter()
-        events = self.pool.poll(0.0 if busy else self.config.stall_timeout)
+        busy = self._slots.busy
+        if not (busy or self._live):
+            return
+        began = time.monotonic()
+        patience = min(patience, self.config.stall_timeout)
+        if self._slots.wanted and self.config.evict_after is not None:
+            patience = min(patience, self.config.evict_after)
+        events = self.pool.poll(0.0 if busy else patience)
         for event in events:
-            self._handle(self.live[str(event.episode_id)], event)
-        self.stats.pool_seconds += time.perf_counter() - began
-        if not (busy or events):
-            waiting = sorted(self.live)
+            self._handle(self._live[str(event.episode_id)], event)
+        now = time.monotonic()
+        self.stats.pool_seconds += now - began
+        if busy or events:
+            self._heard = now
+        elif now - self._heard >= self.config.stall_timeout:
+            waiting = sorted(self._live)
             raise RuntimeError(
                 f"no environment answered for {self.config.stall_timeout:g} s; {len(waiting)} "
-                f"episodes wait, the first is {waiting[0] if waiting else 'none'}"
+                f"episodes wait, the first is {waiting[0]}"
             )
 
-    def _handle(self, episode: _Episode, event: Event) -> None:
+    def _handle(self, episode: Episode, event: Event) -> None:
         if episode.prompt is None:
             self._handle_reset(episode, event)
         elif event.error is not None:
@@ -203,7 +260,7 @@ class _Rollout:
         else:
             self._observe(episode, event)
 
-    def _handle_reset(self, episode: _Episode, event: Event) -> None:
+    def _handle_reset(self, episode: Episode, event: Event) -> None:
         group = episode.group
         group.resetting -= 1
         if event.error is not None:
@@ -216,28 +273,29 @@ class _Rollout:
             else:
                 prompt = self.chat.encode_prompt(event.messages, shown)
             episode.prompt, episode.messages = prompt, event.messages
-            if len(prompt) >= self.engine.config.max_len:
+            if self._slots.room(episode) <= len(prompt):
                 raise ValueError(
                     f"the prompt of task {episode.trajectory.task_id} has {len(prompt)} tokens "
-                    f"and a slot holds {self.engine.config.max_len}: raise EngineConfig.max_len"
+                    f"and a slot holds {self._slots.room(episode)}: raise EngineConfig.max_len"
                 )
         # Together, so that the whole group shares one prefill.
         if group.resetting == 0:
-            self.ready.extend(e for e in group.episodes if e.prompt is not None)
+            ready = [episode for episode in group.episodes if episode.prompt is not None]
+            self._slots.enqueue(ready, group.first)
 
-    def _stop_reason(self, episode: _Episode, event: Event) -> str:
+    def _stop_reason(self, episode: Episode, event: Event) -> str:
         """The binding budget where one cut the last turn, else what the environment says."""
         if episode.ended in ("token_budget", "context"):
             return episode.ended
         return (event.step.stop_reason if event.step else None) or "answered"
 
-    def _observe(self, episode: _Episode, event: Event) -> None:
-        trajectory, slot = episode.trajectory, self._slot(episode)
+    def _observe(self, episode: Episode, event: Event) -> None:
+        trajectory = episode.trajectory
         ids = self.chat.encode_observation(event.messages)
         if episode.turn[-1] != self.chat.stop_id:
             ids = [self.chat.stop_id, *ids]  # the cut turn still has to end
         # One more token must fit, or there is nothing left to say it in.
-        if episode.ended == "context" or len(ids) >= self.engine.room(slot):
+        if episode.ended == "context" or len(ids) >= self._slots.room(episode):
             self._end_early(episode, "context")
         elif trajectory.sampled >= self.config.max_tokens:
             self._end_early(episode, "token_budget")
@@ -245,124 +303,37 @@ class _Rollout:
             self._end_early(episode, "max_turns")
         else:
             trajectory.add_observation(ids)
-            self.observed[slot] = ids
             self.stats.observation_tokens += len(ids)
-            self._begin_turn(episode)
+            self._slots.observe(episode, ids)
 
-    def _end_early(self, episode: _Episode, reason: str) -> None:
+    def _end_early(self, episode: Episode, reason: str) -> None:
         """Tells the environment that no more will come, so that it scores what there is."""
         episode.closing = reason
         self.pool.step(episode.id, Reply("", stop_reason="length"))
 
-    def _finish(self, episode: _Episode, reason: str, error: str | None = None) -> None:
+    def _finish(self, episode: Episode, reason: str, error: str | None = None) -> None:
         trajectory = episode.trajectory
         trajectory.stop_reason, trajectory.error = reason, error
         if error is None and trajectory.score is None:
             trajectory.error = "the environment ended the episode without a score"
         trajectory.seconds = time.perf_counter() - episode.began
-        del self.live[episode.id]
+        del self._live[episode.id]
         if error is not None:
             self.pool.drop(episode.id)
-        if episode.slot is not None:
-            self.free.append(episode.slot)
-            episode.slot = None
+        self._slots.release(episode)
         self.unfinished -= 1
         self.stats.stop_reasons[reason] += 1
         if self.on_finish is not None:
             self.on_finish(trajectory)
+        group = episode.group
+        group.unfinished -= 1
+        if not group.unfinished:
+            del self._groups[group.key]
+            self._ended.append(group)
 
-    # -- slots ------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Gives free slots to ready episodes; equal prompts are fed once and copied."""
-        prompts: dict[int, list[int]] = {}
-        sources: dict[int, int] = {}
-        leaders: dict[tuple[int, ...], int] = {}
-        while self.free and self.ready:
-            episode = self.ready.popleft()
-            assert episode.prompt is not None
-            slot = episode.slot = self.free.pop()
-            leader = leaders.setdefault(tuple(episode.prompt), slot)
-            if leader == slot:
-                prompts[slot] = episode.prompt
-                self.stats.prompt_tokens += len(episode.prompt)
-            else:
-                sources[slot] = leader
-                self.stats.shared_tokens += len(episode.prompt)
-            episode.trajectory.add_prompt(episode.prompt)
-            self.made_by[slot] = self.version
-            self._begin_turn(episode)
-        if prompts:
-            began = time.perf_counter()
-            self.engine.append(self.params, prompts, fresh=True)
-            self.engine.share(sources)
-            self.stats.append_seconds += time.perf_counter() - began
-
-    def _feed_again(self) -> None:
-        """Gives the slots that are to run and were fed by other weights a state by these."""
-        texts = {
-            slot: episode.trajectory.ids.tolist()
-            for slot, episode in self.running.items()
-            if self.made_by[slot] != self.version
-        }
-        if texts:
-            began = time.perf_counter()
-            self.engine.append(self.params, texts, fresh=True)
-            for slot, ids in texts.items():
-                self.observed.pop(slot, None)  # it is part of the text
-                self.made_by[slot] = self.version
-                self.stats.refed_tokens += len(ids)
-            self.stats.append_seconds += time.perf_counter() - began
-
-    def _feed_observations(self) -> None:
-        if self.observed:
-            began = time.perf_counter()
-            self.engine.append(self.params, self.observed)
-            self.observed.clear()
-            self.stats.append_seconds += time.perf_counter() - began
-
-    def _begin_turn(self, episode: _Episode) -> None:
-        episode.turn, episode.ended = [], None
-        self.running[self._slot(episode)] = episode
-
-    def _decode(self) -> None:
-        began = time.perf_counter()
-        row_steps = self.engine.row_steps
-        budgets = {slot: self._budget(episode) for slot, episode in self.running.items()}
-        turns = {
-            slot: Turn(episode.key, budgets[slot][0]) for slot, episode in self.running.items()
-        }
-        results = self.engine.decode(self.params, turns, self.config.temperature)
-        self.stats.decode_seconds += time.perf_counter() - began
-        self.stats.rounds += 1
-        self.stats.row_steps += self.engine.row_steps - row_steps
-        for slot, sampled in results.items():
-            episode = self.running[slot]
-            episode.trajectory.add_sampled(sampled.ids, sampled.logprobs, self.version)
-            episode.turn.extend(sampled.ids)
-            self.stats.sampled_tokens += len(sampled.ids)
-            if sampled.ended is not None:
-                del self.running[slot]
-                episode.ended = "stop" if sampled.ended == "stop" else budgets[slot][1]
-                self._send(episode)
-
-    def _send(self, episode: _Episode) -> None:
+    def _send(self, episode: Episode) -> None:
         stop_reason = "stop" if episode.ended == "stop" else "length"
         reply = self.chat.parse_reply(episode.turn, self.tools, stop_reason)
         began = time.perf_counter()
         self.pool.step(episode.id, reply)
         self.stats.pool_seconds += time.perf_counter() - began
-
-    def _budget(self, episode: _Episode) -> tuple[int, str]:
-        """Tokens that the running turn may still get, and the budget that says so."""
-        return min(
-            (self.engine.room(self._slot(episode)), "context"),
-            (self.config.max_tokens - episode.trajectory.sampled, "token_budget"),
-            (self.config.max_turn_tokens - len(episode.turn), "length"),
-            key=lambda pair: pair[0],
-        )
-
-    @staticmethod
-    def _slot(episode: _Episode) -> int:
-        assert episode.slot is not None
-        return episode.slot

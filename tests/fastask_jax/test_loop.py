@@ -22,6 +22,7 @@ from envs.fast_ask.env import FastAskConfig
 from envs.pool import PoolConfig
 from experiments.config import UsageError, parse, to_json
 from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
+from fastask_jax.collect import Batches, Synchronous
 from fastask_jax.learn import (
     Objective,
     OptimizerConfig,
@@ -57,6 +58,10 @@ def small(run_dir: Path, **loop) -> Config:
         pack=PackConfig((512,), 4, 16),
         pool=PoolConfig(workers=1),
     )
+
+
+def rollouts(config: Config, built) -> Synchronous:
+    return Synchronous(built.actor, config.tasks.stream("train"), config.loop.batches("mean"))
 
 
 def values(run_dir: Path) -> list[dict]:
@@ -178,8 +183,7 @@ def test_killed_pool_workers_change_nothing(finished, tmp_path):
                 built.model, config.objective, config.optimizer, micro_batch_rows=4
             )
             Trainer(
-                config.loop, config.run_dir, step_fn, config.pack, built.actor,
-                config.tasks.stream("train"), [],
+                config.loop, config.run_dir, step_fn, config.pack, rollouts(config, built), [],
             ).run(built.params)  # fmt: skip
         finally:
             over.set()
@@ -199,8 +203,7 @@ def test_a_run_compiles_a_handful_of_times(tmp_path):
         )
         heldout = config.tasks.stream("heldout").take(3)
         state = Trainer(
-            config.loop, config.run_dir, step_fn, config.pack, built.actor,
-            config.tasks.stream("train"), heldout,
+            config.loop, config.run_dir, step_fn, config.pack, rollouts(config, built), heldout,
         ).run(built.params)  # fmt: skip
         traces = dict(built.actor.engine.traces)
         assert step_fn.traces == 1
@@ -292,9 +295,10 @@ def trainer(run_dir: Path, stream_seed: int = 0, changes: dict | None = None, **
     config = replace(small(run_dir, **loop), **(changes or {}))
     tasks = replace(config.tasks, seed=stream_seed)
     step_fn = SimpleNamespace(objective=config.objective)
-    actor = SimpleNamespace(config=config.rollout)
+    actor = SimpleNamespace(config=config.rollout, chat=None)
+    source = Synchronous(actor, tasks.stream("train"), config.loop.batches("mean"))
     return Trainer(
-        config.loop, run_dir, step_fn, config.pack, actor, tasks.stream("train"), [],
+        config.loop, run_dir, step_fn, config.pack, source, [],
         settings={"env": config.env, "engine.max_len": config.engine.max_len},
     )  # fmt: skip
 
@@ -392,12 +396,13 @@ def test_a_run_that_diverges_ends_with_its_last_finite_weights(tmp_path):
 def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path):
     """Groups without signal are replaced; the averages must not forget them."""
     from envs.core import Score
-    from fastask_jax.rollout.scheduler import RolloutStats
     from fastask_jax.rollout.transcript import Trajectory
 
     rewards = iter([[0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]])
 
     class Actor:
+        chat = None
+
         def run(self, params, version, tasks, copies, seed, stats):
             return [
                 Trajectory(task.id, i, copy, score=Score(reward, {}))
@@ -405,20 +410,17 @@ def test_refilled_batches_are_averaged_over_all_that_was_rolled_out(tmp_path):
                 for copy, reward in enumerate(next(rewards))
             ]
 
-    one = trainer(tmp_path, refill_rounds=1)  # three groups wanted
-    one.actor = Actor()
-    one.step_fn = SimpleNamespace(
-        policy=lambda state: state.params, objective=SimpleNamespace(advantage="mean")
-    )
-    useful, dull = one._collect(1, SimpleNamespace(params=None, version=0), RolloutStats())
-    assert [t.reward for t in useful] == [0, 1, 0, 0, 1, 0, 0, 1]
-    assert len(dull) == 12 and sum(t.reward for t in dull) == 4
+    stream = small(tmp_path).tasks.stream("train")
+    found = Synchronous(Actor(), stream, Batches(3, 4, refill_rounds=1)).collect(1)
+    assert [t.reward for t in found.useful] == [0, 1, 0, 0, 1, 0, 0, 1]
+    assert len(found.ended) == 20 and sum(t.reward for t in found.ended) == 7
+    assert found.values["train/with_signal"] == 8 / 20
 
 
 def test_a_gap_between_sampler_and_learner_is_told():
-    assert gap_warning({"policy/log_ratio_abs": 6e-8}, 0.01) is None
+    assert gap_warning({"policy/gap": 6e-8}, 0.01) is None
     assert gap_warning({}, 0.01) is None  # a step without signal trains on nothing
-    warning = gap_warning({"policy/log_ratio_abs": 0.25}, 0.01)
+    warning = gap_warning({"policy/gap": 0.25}, 0.01)
     assert warning is not None and "0.25 nats" in warning and "\n" not in warning
     with pytest.raises(ValueError, match="gap_alarm must be above 0"):
         LoopConfig(gap_alarm=0.0)

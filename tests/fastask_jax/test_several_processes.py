@@ -301,6 +301,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from envs.core import Message, Score, Step
 from fastask_jax.actor import Actor
+from fastask_jax.collect import Synchronous
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer
 from fastask_jax.model import ModelConfig, init_params, make_mesh
@@ -356,12 +357,13 @@ def main():
     )
 
     def run(steps, resume):
+        config = LoopConfig(steps=steps, batch_size=12, group_size=4, eval_every=3, eval_tasks=2,
+                            save_every=1, refill_rounds=1)
+        actor = Actor(engine, chat, pool, (), RolloutConfig(max_turn_tokens=8, max_tokens=16))
         trainer = Trainer(
-            LoopConfig(steps=steps, batch_size=12, group_size=4, eval_every=3, eval_tasks=2,
-                       save_every=1, refill_rounds=1),
-            Path(run_dir), step_fn, PackConfig((64,), 4, 16),
-            Actor(engine, chat, pool, (), RolloutConfig(max_turn_tokens=8, max_tokens=16)),
-            Stream(), [Task("held out 1"), Task("held out 2")],
+            config, Path(run_dir), step_fn, PackConfig((64,), 4, 16),
+            Synchronous(actor, Stream(), config.batches("mean")),
+            [Task("held out 1"), Task("held out 2")],
         )
         return trainer.run(init_params(model, jax.random.key(0)), resume)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastask_jax.rollout.ledger import Ledger
+from fastask_jax.fleet.ledger import Ledger
 
 
 def fill(ledger, oldest=0):

@@ -58,6 +58,7 @@ class Ledger(Generic[Payload]):
     # Groups by number, with the version of their oldest token; None before the first.
     _under_way: dict[int, int | None] = field(default_factory=dict)
     _waiting: list[Finished[Payload]] = field(default_factory=list)
+    _learning: int = 0  # groups that the update in progress has taken
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -69,10 +70,22 @@ class Ledger(Generic[Payload]):
     # -- from tasks to finished groups --------------------------------------------------------
 
     def permits(self) -> int:
-        """How many more groups may begin now; never 0 while nothing is under way and too few
-        groups wait for the next update."""
+        """How many more groups may begin now; never 0 while nothing is under way, no update is
+        being made and too few groups wait for the next one."""
         room = (self.max_staleness + 1) * self.batch + self.spare
-        return max(0, room - len(self._under_way) - len(self._waiting))
+        # Those of the update in progress count until it is made: what begins now begins with the
+        # weights that it started from.
+        return max(0, room - len(self._under_way) - len(self._waiting) - self._learning)
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for an update."""
+        return len(self._waiting)
+
+    @property
+    def under_way(self) -> int:
+        """Groups that are being sampled."""
+        return len(self._under_way)
 
     def begin(self) -> int:
         """The number of the next task, whose group is under way from now on: that of a group that
@@ -130,11 +143,13 @@ class Ledger(Generic[Payload]):
         self._waiting.sort(key=lambda group: (group.oldest, group.number))
         taken, self._waiting = self._waiting[: self.batch], self._waiting[self.batch :]
         self.counts["taken"] += len(taken)
+        self._learning = len(taken)
         return taken
 
     def updated(self) -> int:
         """An update is made: returns the version of the new weights."""
         self.version += 1
+        self._learning = 0
         self._drop()
         return self.version
 
@@ -158,7 +173,7 @@ class Ledger(Generic[Payload]):
         """Goes on from `state`; groups that were under way begin again."""
         self.version, self._next = int(state["version"]), int(state["next"])
         self._again = [int(number) for number in state["again"]]
-        self._under_way = {}
+        self._under_way, self._learning = {}, 0
         self._waiting = [Finished(int(n), int(old), load) for n, old, load in state["waiting"]]
         self.counts = Counter(state["counts"])
 

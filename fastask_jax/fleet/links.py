@@ -1,0 +1,192 @@
+"""Where replicas run: threads of this process, and processes of their own.
+
+A link starts its replica, carries orders to it, and hands its news to a callback.  What a
+process that died had under way is lost, and `start` may be called again; a thread shares the
+learner's process, so its errors end the run.
+
+Left out: other machines (`ray_links.py`), and what the orders mean (`fleet.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from fastask_jax.fleet.replica import Broken, News, Order, Stop, Weights, serve
+from fastask_jax.rollout.scheduler import Scheduler
+
+
+class Link(Protocol):
+    """One replica.  After `start`, `send` reaches it until `alive` is false.
+
+    `publish` takes weights that are the caller's again when it returns.  `kill` ends the replica
+    at once, `stop` in order.
+    """
+
+    name: str
+
+    def start(self, tell: Callable[[News], None]) -> None: ...
+
+    def send(self, order: Order) -> None: ...
+
+    def publish(self, version: int, params: Any) -> None: ...
+
+    def alive(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def stop(self, timeout: float = 30.0) -> None: ...
+
+
+class ThreadLink:
+    """A replica on a thread of this process.
+
+    copy: a copy of the learner's weights on the engine's devices.
+    """
+
+    def __init__(self, name: str, scheduler: Scheduler, copy: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._scheduler, self._copy = scheduler, copy
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, tell: Callable[[News], None]) -> None:
+        if self._thread is not None:
+            raise RuntimeError(f"{self.name} shares this process and can't be started again")
+        arguments = (self._scheduler, self._receive, tell)
+        # Not waited for by an interpreter that ends on an error elsewhere.
+        self._thread = threading.Thread(target=serve, args=arguments, name=self.name, daemon=True)
+        self._thread.start()
+
+    def send(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def publish(self, version: int, params: Any) -> None:
+        self.send(Weights(version, self._copy(params)))
+
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def kill(self) -> None:
+        self.stop(0.0)
+
+    def stop(self, timeout: float = 30.0) -> None:
+        self.send(Stop())
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _receive(self, timeout: float) -> list[Order]:
+        found: list[Order] = []
+        try:
+            found.append(self._orders.get(timeout > 0, timeout or None))
+            while True:
+                found.append(self._orders.get(False))
+        except queue.Empty:
+            return found
+
+
+class ProcessLink:
+    """A replica in a process of its own.
+
+    factory: "module:function" that, called with `settings` there, is a context manager of the
+    scheduler and of a function that puts weights (a tree of NumPy arrays) on its devices.
+    """
+
+    def __init__(self, name: str, factory: str, settings: Any) -> None:
+        self.name = name
+        self._factory, self._settings = factory, settings
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self, tell: Callable[[News], None]) -> None:
+        # Never forked: this process holds JAX and its threads.
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run, args=(self._factory, self._settings, theirs), name=self.name
+        )
+        self._process.start()
+        theirs.close()
+        # What the last process didn't get is lost with it, as what it had under way.
+        self._orders.put(None)
+        self._orders = queue.SimpleQueue()
+        for name, body, argument in (("news", _relay, tell), ("orders", _send, self._orders)):
+            threading.Thread(
+                target=body, args=(ours, argument), name=f"{self.name}-{name}", daemon=True
+            ).start()
+
+    def send(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def publish(self, version: int, params: Any) -> None:
+        from fastask_jax.distributed import host_copy
+
+        self.send(Weights(version, host_copy(params)))
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def stop(self, timeout: float = 30.0) -> None:
+        self.send(Stop())
+        if self._process is not None:
+            self._process.join(timeout)
+            self.kill()
+
+
+def _relay(pipe: Connection, tell: Callable[[News], None]) -> None:
+    """Hands on what the replica says until it is gone."""
+    while True:
+        try:
+            tell(pipe.recv())
+        except (EOFError, OSError):
+            return
+
+
+def _send(pipe: Connection, orders: queue.SimpleQueue[Order | None]) -> None:
+    """Sends orders, so that nobody has to wait for a replica that is busy compiling."""
+    while (order := orders.get()) is not None:
+        try:
+            pipe.send(order)
+        except OSError:
+            return
+
+
+def _run(factory: str, settings: Any, pipe: Connection) -> None:
+    """The body of a replica's process."""
+
+    def receive(timeout: float) -> Sequence[Order]:
+        found: list[Order] = []
+        while pipe.poll(timeout if not found else 0.0):
+            try:
+                found.append(pipe.recv())
+            except (EOFError, OSError):  # the learner is gone
+                return [*found, Stop()]
+        return found
+
+    def tell(news: News) -> None:
+        try:
+            pipe.send(news)
+        except OSError:
+            pass  # `receive` will see it
+
+    module, _, function = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+        with make(settings) as (scheduler, place):
+            serve(scheduler, receive, tell, place)
+    except Exception as error:
+        tell(Broken(f"{type(error).__name__}: {error}"))

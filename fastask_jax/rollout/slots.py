@@ -1,0 +1,204 @@
+"""The slots of an engine: which episodes hold one, what is fed to them, and decoding.
+
+Episodes come in as ready, get a slot when one is free, and sample turn after turn; a slot whose
+episode waits for its tool is parked, its state kept.  New weights feed all slots that run anew.
+
+Left out: environments and groups (the scheduler).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from fastask_jax.rollout.engine import Engine, Params, Turn
+from fastask_jax.rollout.episodes import Episode, Group
+from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
+
+
+class Slots:
+    """See the module.  `params` and `version` are what the next call decodes with."""
+
+    def __init__(self, engine: Engine, config: RolloutConfig, stats: RolloutStats) -> None:
+        self.engine, self.config, self.stats = engine, config, stats
+        self.params: Params = None
+        self.version = -1
+        self._begun: list[Group] = []
+        self._ready: deque[Episode] = deque()
+        self._free = list(range(engine.config.slots))[::-1]
+        self._running: dict[int, Episode] = {}
+        self._observed: dict[int, list[int]] = {}
+        self._made_by: dict[int, int] = {}  # slot -> version of the weights that fed it
+        # slot -> the episode that waits for its tool, and since when
+        self._parked: dict[int, tuple[Episode, float]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to feed or to decode."""
+        return bool(self._running or (self._ready and self._free))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an episode waits for a slot."""
+        return bool(self._ready)
+
+    def enqueue(self, episodes: Sequence[Episode], first: bool) -> None:
+        """Episodes that are to get a slot, behind those that wait or before them."""
+        if first:
+            self._ready.extendleft(reversed(episodes))
+        else:
+            self._ready.extend(episodes)
+
+    def observe(self, episode: Episode, ids: list[int]) -> None:
+        """What the environment has answered: the next turn begins behind it."""
+        if episode.slot is None:  # evicted; whatever it reads is part of its text by now
+            self.enqueue([episode], first=True)
+        else:
+            self._observed[episode.slot] = ids
+            self._begin_turn(episode)
+
+    def release(self, episode: Episode) -> None:
+        """Takes the episode's slot from it."""
+        slot, episode.slot = episode.slot, None
+        if slot is not None:
+            self._running.pop(slot, None)
+            self._observed.pop(slot, None)
+            self._parked.pop(slot, None)
+            self._free.append(slot)
+
+    def forget(self, group: Group) -> None:
+        """Takes slots and places in the queue from a group's episodes."""
+        self._ready = deque(e for e in self._ready if e.group is not group)
+        for episode in group.episodes:
+            self.release(episode)
+
+    def room(self, episode: Episode) -> int:
+        """Tokens that its trajectory may still get."""
+        return self.engine.config.max_len - len(episode.trajectory)
+
+    def step(self) -> list[Episode]:
+        """Admits, feeds, and decodes once; returns the episodes whose turn has ended."""
+        self._evict()
+        self._admit()
+        self._feed_again()
+        self._feed_observations()
+        return self._decode() if self._running else []
+
+    def take_begun(self) -> list[Group]:
+        """Groups that have sampled their first token since this was asked last."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _evict(self) -> None:
+        """Frees slots for ready episodes, where others have waited for their tools for long: those
+        first whose text costs least to feed again."""
+        wanted = len(self._ready) - len(self._free)
+        if self.config.evict_after is None or wanted <= 0:
+            return
+        long_ago = time.monotonic() - self.config.evict_after
+        slow = [episode for episode, since in self._parked.values() if since <= long_ago]
+        for episode in sorted(slow, key=lambda episode: len(episode.trajectory))[:wanted]:
+            self.release(episode)
+            self.stats.evictions += 1
+
+    def _admit(self) -> None:
+        """Gives free slots to ready episodes; equal prompts are fed once and copied."""
+        texts: dict[int, list[int]] = {}
+        sources: dict[int, int] = {}
+        leaders: dict[tuple[int, ...], int] = {}
+        while self._free and self._ready:
+            episode = self._ready.popleft()
+            assert episode.prompt is not None
+            trajectory = episode.trajectory
+            slot = episode.slot = self._free.pop()
+            if trajectory.spans:  # evicted before
+                texts[slot] = trajectory.ids.tolist()
+                self.stats.refed_tokens += len(trajectory)
+            else:
+                trajectory.add_prompt(episode.prompt)
+                leader = leaders.setdefault(tuple(episode.prompt), slot)
+                if leader == slot:
+                    texts[slot] = episode.prompt
+                    self.stats.prompt_tokens += len(episode.prompt)
+                else:
+                    sources[slot] = leader
+                    self.stats.shared_tokens += len(episode.prompt)
+            self._made_by[slot] = self.version
+            self._begin_turn(episode)
+        if texts:
+            self._append(texts, fresh=True)
+            began = time.perf_counter()
+            self.engine.share(sources)
+            self.stats.append_seconds += time.perf_counter() - began
+
+    def _append(self, texts: dict[int, list[int]], fresh: bool = False) -> None:
+        began = time.perf_counter()
+        self.engine.append(self.params, texts, fresh=fresh)
+        self.stats.append_seconds += time.perf_counter() - began
+
+    def _feed_again(self) -> None:
+        """Gives the slots that are to run and were fed by other weights a state by these."""
+        texts = {
+            slot: episode.trajectory.ids.tolist()
+            for slot, episode in self._running.items()
+            if self._made_by[slot] != self.version
+        }
+        if texts:
+            self._append(texts, fresh=True)
+            for slot, ids in texts.items():
+                self._observed.pop(slot, None)  # it is part of the text
+                self._made_by[slot] = self.version
+                self.stats.refed_tokens += len(ids)
+
+    def _feed_observations(self) -> None:
+        if self._observed:
+            self._append(self._observed)
+            self._observed.clear()
+
+    def _begin_turn(self, episode: Episode) -> None:
+        episode.turn, episode.ended = [], None
+        slot = self._slot(episode)
+        self._parked.pop(slot, None)
+        self._running[slot] = episode
+
+    def _decode(self) -> list[Episode]:
+        began = time.perf_counter()
+        row_steps = self.engine.row_steps
+        budgets = {slot: self._budget(episode) for slot, episode in self._running.items()}
+        turns = {
+            slot: Turn(episode.key, budgets[slot][0]) for slot, episode in self._running.items()
+        }
+        results = self.engine.decode(self.params, turns, self.config.temperature)
+        self.stats.decode_seconds += time.perf_counter() - began
+        self.stats.rounds += 1
+        self.stats.row_steps += self.engine.row_steps - row_steps
+        over = []
+        for slot, sampled in results.items():
+            episode = self._running[slot]
+            episode.trajectory.add_sampled(sampled.ids, sampled.logprobs, self.version)
+            if episode.group.oldest is None:
+                episode.group.oldest = self.version
+                self._begun.append(episode.group)
+            episode.turn.extend(sampled.ids)
+            self.stats.sampled_tokens += len(sampled.ids)
+            if sampled.ended is not None:
+                del self._running[slot]
+                episode.ended = "stop" if sampled.ended == "stop" else budgets[slot][1]
+                self._parked[slot] = episode, time.monotonic()
+                over.append(episode)
+        return over
+
+    def _budget(self, episode: Episode) -> tuple[int, str]:
+        """Tokens that the running turn may still get, and the budget that says so."""
+        return min(
+            (self.room(episode), "context"),
+            (self.config.max_tokens - episode.trajectory.sampled, "token_budget"),
+            (self.config.max_turn_tokens - len(episode.turn), "length"),
+            key=lambda pair: pair[0],
+        )
+
+    @staticmethod
+    def _slot(episode: Episode) -> int:
+        assert episode.slot is not None
+        return episode.slot
