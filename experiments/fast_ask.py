@@ -5,7 +5,8 @@
 
 Everything that decides the run is in `Config`; `--help` lists it and `--show-config true` prints it
 resolved.  The run directory then holds config.json, metrics.jsonl, traces.jsonl, summary.json,
-reward.png, checkpoints/ and policy/ (the trained weights, for `fastask ask --checkpoint RUN`).
+reward.png, utilisation.png, checkpoints/ and policy/ (the trained weights, for `fastask ask
+--checkpoint RUN`).  `--mode async` samples on while it learns (docs/asynchronous.md).
 `--lora.rank 32` trains adapters instead of all weights; policy/ then holds them merged, adapter/
 alone (PEFT).  Over several hosts: docs/several_hosts.md.
 """
@@ -47,6 +48,7 @@ from fastask_jax.report.metrics import read_metrics
 from fastask_jax.report.plots import plot_run
 from fastask_jax.report.summary import write_summary
 from fastask_jax.report.tables import closing_table, group_table
+from fastask_jax.report.utilisation import plot_utilisation
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig
 from fastask_jax.rollout.scheduler import RolloutConfig, Scheduler
@@ -378,12 +380,10 @@ def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[
     references = {}
     if policies:
         references = {"blind": sum(r["correct"] for r in policies["blind"]) / len(heldout)}
-    plot_run(
-        read_metrics(config.run_dir),
-        config.run_dir / "reward.png",
-        title=f"Fast Ask, {config.model} policy, {config.tasks.scale} workbooks",
-        references=references,
-    )
+    title = f"Fast Ask, {config.model} policy, {config.tasks.scale} workbooks"
+    lines = read_metrics(config.run_dir)
+    plot_run(lines, config.run_dir / "reward.png", title=title, references=references)
+    plot_utilisation(lines, config.run_dir / "utilisation.png", title=title)
     return policies
 
 

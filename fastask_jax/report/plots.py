@@ -79,7 +79,7 @@ def plot_run(
     _points(turns, metrics, names.EVAL_TURNS)
     _frame(turns, "turns of a rollout")
     turns.set_ylim(0, 1.15 * max(turns.get_ylim()[1], 1.0))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _column(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -173,7 +173,7 @@ def plot_sweep(
     axes.set_title(
         title or "exact match on held-out tasks (95 % interval)", fontsize=11, loc="left"
     )
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _numeric(rows: Sequence[Mapping[str, Any]], field: str) -> bool:
@@ -261,7 +261,8 @@ def _intervals(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     return [below, above]
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes a figure as a PNG, making its folder; returns the path."""
     FigureCanvasAgg(figure)  # no pyplot: no global state, no display
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
