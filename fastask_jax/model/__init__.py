@@ -1,6 +1,6 @@
 """The decoder: configs, parameters, packed forward pass, cached decoding, weights in and out."""
 
-from fastask_jax.model.cache import Cache, copy_slots, reset_slots
+from fastask_jax.model.cache import Cache, copy_slots, reset_slots, unstacked
 from fastask_jax.model.config import PRESETS, ModelConfig
 from fastask_jax.model.decoder import (
     Params,
@@ -33,4 +33,5 @@ __all__ = [
     "save_params",
     "shipped_weights",
     "unembedding",
+    "unstacked",
 ]

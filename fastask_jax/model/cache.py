@@ -45,8 +45,20 @@ def init_cache(cfg: ModelConfig, slots: int, max_len: int) -> Cache:
     return {"length": jnp.zeros(slots, jnp.int32), **blocks}
 
 
+def unstacked(cfg: ModelConfig, params: Params) -> list[Any]:
+    """The parameters of each block by itself, for `extend` in an unrolled config: a loop around it
+    that is given them doesn't cut them out of the stack at every turn."""
+    stacked = merge(cfg, params).stacked_blocks()[1]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_blocks)]
+
+
 def extend(
-    cfg: ModelConfig, params: Params, cache: Cache, tokens: jax.Array, counts: jax.Array
+    cfg: ModelConfig,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    counts: jax.Array,
+    blocks: list[Any] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Slot s appends its first `counts[s]` tokens after the ones that it holds.
 
@@ -74,11 +86,10 @@ def extend(
 
     if "unrolled" in cache:
         after = {}
-        for i in range(cfg.num_blocks):
-            leaves = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        for i, leaves in enumerate(blocks or unstacked(cfg, params)):
             name = f"block_{i}"
             x, after[name] = apply(x, leaves, cache["unrolled"][name])
-        blocks = {"unrolled": after}
+        held = {"unrolled": after}
     else:
 
         def body(carry, operands):
@@ -92,10 +103,10 @@ def extend(
         (x, caches), _ = jax.lax.scan(
             body, (x, cache["stacked"]), (jnp.arange(cfg.num_blocks), stacked)
         )
-        blocks = {"stacked": caches}
+        held = {"stacked": caches}
     overflow = (counts > 0) & (length + counts > room)
     hidden = jnp.where(overflow[:, None, None], jnp.nan, decoder.norm(x))
-    return hidden, {"length": length + counts, **blocks}
+    return hidden, {"length": length + counts, **held}
 
 
 def max_len(cache: Cache) -> int:
@@ -103,7 +114,7 @@ def max_len(cache: Cache) -> int:
     sizes = [
         leaf.shape[-2]
         for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
-        if getattr(path[-1], "key", None) == "k"
+        if getattr(path[-1], "key", None) == "v"
     ]
     return sizes[0] if sizes else jnp.iinfo(jnp.int32).max
 

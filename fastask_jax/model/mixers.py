@@ -95,8 +95,11 @@ class Attention(nnx.Module):
 
     def init_cache(self, slots: int, max_len: int) -> LayerCache:
         groups = group_count(self.cfg.heads, self.cfg.kv_heads)
-        shape = (slots, groups, max_len, self.cfg.head_dim)
-        return {name: jnp.zeros(shape, self.cfg.dtype) for name in ("k", "v")}
+        width, dtype = self.cfg.head_dim, self.cfg.dtype
+        return {
+            "k": jnp.zeros((slots, groups, width, max_len), dtype),
+            "v": jnp.zeros((slots, groups, max_len, width), dtype),
+        }
 
     def extend(
         self,
@@ -109,13 +112,13 @@ class Attention(nnx.Module):
         q, gate, k, v = self._project(x, rotary)
         step = jnp.arange(x.shape[1])
         # A position beyond the cache is dropped by the scatter: that is how padding is skipped.
-        position = jnp.where(
-            step < counts[:, None], length[:, None] + step, cache["k"].shape[2]
-        )
+        room = cache["v"].shape[2]
+        position = jnp.where(step < counts[:, None], length[:, None] + step, room)
         slot = jnp.arange(x.shape[0])[:, None]
+        k, v = k.astype(cache["k"].dtype), v.astype(cache["v"].dtype)
         cache = {
-            name: cache[name].at[slot, :, position].set(new.astype(cache[name].dtype), mode="drop")
-            for name, new in (("k", k), ("v", v))
+            "k": cache["k"].at[slot, :, :, position].set(k, mode="drop"),
+            "v": cache["v"].at[slot, :, position].set(v, mode="drop"),
         }
         return self._finish(cached_attention(q, cache["k"], cache["v"], length), gate), cache
 

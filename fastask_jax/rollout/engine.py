@@ -37,6 +37,7 @@ from fastask_jax.model import (
     init_cache,
     reset_slots,
     unembedding,
+    unstacked,
 )
 from fastask_jax.rollout.sampling import sample
 
@@ -400,9 +401,13 @@ def _decode(
         step, _, _, active, *_ = state
         return (step < steps) & active.any()
 
+    blocks = unstacked(model, params) if model.unrolled else None
+
     def advance(state: tuple) -> tuple:
         step, cache, pending, active, tokens, logprobs, taken = state
-        hidden, cache = extend(model, params, cache, pending[:, None], active.astype(jnp.int32))
+        hidden, cache = extend(
+            model, params, cache, pending[:, None], active.astype(jnp.int32), blocks=blocks
+        )
         logits = jnp.dot(hidden[:, 0], head, preferred_element_type=jnp.float32)
         # The new token's index is the number of tokens fed before it.
         token, logprob = sample(logits, keys, cache["length"], temperature)

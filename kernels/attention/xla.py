@@ -11,6 +11,8 @@ import jax
 from jax import numpy as jnp
 
 _QUERY_BLOCK = 128
+# Of the cached form.
+_KEY_BLOCK = 256
 # Blocks are unrolled, so long rows have larger ones instead of more.
 _MOST_BLOCKS = 32
 
@@ -78,9 +80,15 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> jax.Array:
     """Attention of new tokens over a cache that already contains them.
 
+    Several new tokens go through the keys in blocks, as far as any of them sees: what is computed
+    grows with what the cache holds, not with its size.  A block that a row doesn't see changes
+    no bit of the row.
+
     Args:
       q: `[S, T, H, K]`, the new tokens of each slot, the first at position `length[s]`.
-      k, v: `[S, G, L, K]`, the cache.
+      k: `[S, G, K, L]`, the cache's keys, tokens last: so the scores of one query are products
+        along contiguous rows.
+      v: `[S, G, L, K]`, its values.
       length: `[S]` int32, tokens held before the new ones; query t sees positions
         `<= length + t`.
 
@@ -88,9 +96,44 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array
       `[S, T, H, K]` in the type of `q`.
     """
     slots, tokens, heads, width = q.shape
-    groups = k.shape[1]
-    grouped = q.reshape(slots, tokens, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    groups, room = v.shape[1:3]
+    repeat = heads // groups
+    grouped = q.reshape(slots, tokens, groups, repeat, width).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(slots, groups, repeat * tokens, width)
     last = length[:, None] + jnp.arange(tokens)[None, :]
-    visible = jnp.arange(k.shape[2])[None, None, :] <= last[:, :, None]
-    out = _attend(grouped, k, v, visible)
+    size = room if tokens == 1 else min(_KEY_BLOCK, room)
+
+    def block(index: jax.Array | int, carry: tuple) -> tuple:
+        peak, total, out = carry
+        # The last block may reach back into the one before it, whose keys it then leaves out.
+        first = index * size
+        start = jnp.minimum(first, room - size)
+        keys = jax.lax.dynamic_slice_in_dim(k, start, size, axis=3)
+        values = jax.lax.dynamic_slice_in_dim(v, start, size, axis=2)
+        place = start + jnp.arange(size)
+        seen = (place >= first) & (place <= last[:, :, None])
+        bias = jnp.where(seen, 0.0, -jnp.inf)[:, None]
+        bias = jnp.broadcast_to(bias[:, :, None], (slots, 1, repeat, tokens, size))
+        scores = jnp.einsum("sgqk,sgkl->sgql", grouped, keys, preferred_element_type=jnp.float32)
+        scores = scores * width**-0.5 + bias.reshape(slots, 1, repeat * tokens, size)
+        top = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - top)
+        # A product with ones: CPUs add up short rows slowly.
+        added = weights @ jnp.ones((size, 1), jnp.float32)
+        mixed = _mix(weights, values)
+        if isinstance(index, int):  # the only block
+            return top, added, mixed
+        shrink = jnp.exp(peak - top)
+        return top, total * shrink + added, out * shrink + mixed
+
+    rows = (slots, groups, repeat * tokens)
+    if size == room:
+        _, total, out = block(0, (-jnp.inf, None, None))
+    else:
+        carry = (
+            jnp.full((*rows, 1), -jnp.inf), jnp.zeros((*rows, 1)), jnp.zeros((*rows, width)),
+        )  # fmt: skip
+        blocks = jnp.minimum(jnp.max(last) // size + 1, -(-room // size))
+        _, total, out = jax.lax.fori_loop(0, blocks, block, carry)
+    out = (out / total).reshape(slots, groups, repeat, tokens, width)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,109 @@
+"""Sampled tokens per second of multi-turn rollouts, workload W2, against `transformers.generate`.
+
+`python -m experiments.bench.rollout --peer transformers`: 16 conversations with SmolLM2-135M in
+float32, four turns of 48 tokens each with a tool's answer between them.  Our engine keeps every
+slot's state; the peer is measured both ways, its cache kept between turns (`peer_value`) and the
+conversation read again each turn (`ratio_again`).  Needs the extras of the `smollm2-135m` preset
+and, for the peer, torch.  Leaves out environments: tools answer at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from experiments.bench import w2
+from experiments.bench.report import report
+from experiments.config import UsageError, option, parse, run_main
+from fastask_jax.model import load_params
+from fastask_jax.model.tokenizers import load_tokenizer, shipped_weights
+from fastask_jax.rollout.engine import Engine, EngineConfig, Turn
+
+# A token of the vocabulary that no text has: turns end by their budget alone.
+NEVER = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    peer: str | None = option(None, "transformers, or none")
+    episodes: int = option(16, "conversations at a time")
+    runs: int = option(3, "measured runs of each kind, in turn; the medians are reported")
+
+    def __post_init__(self) -> None:
+        if self.peer not in (None, "transformers"):
+            raise ValueError(f"peer is transformers or left out, not {self.peer!r}")
+        if not (1 <= self.episodes <= 16 and self.runs >= 1):
+            raise ValueError("episodes is 1 to 16, and runs at least 1")
+
+
+class Ours:
+    """The engine on the workload."""
+
+    def __init__(self, path: str, prompts: list[list[int]], tools: list[list[list[int]]]) -> None:
+        model, self.params = load_params(path, param_dtype="float32")
+        model = replace(model, dtype="float32", scan_unroll=model.num_blocks)
+        rows = len(prompts)
+        shape = EngineConfig(
+            rows, 896, append_rows=rows, append_buckets=(w2.TOOL, w2.PROMPT), decode_rows=rows,
+            attend_buckets=(512, 640, 768), decode_steps=w2.SAMPLED,
+        )  # fmt: skip
+        self.engine = Engine(model, shape, NEVER)
+        self.prompts, self.tools = prompts, tools
+
+    def run(self, seed: int) -> float:
+        """Seconds of the whole workload."""
+        keys = np.random.default_rng(seed).integers(0, 2**32, (len(self.prompts), 2), np.uint32)
+        began = time.perf_counter()
+        self.engine.append(self.params, dict(enumerate(self.prompts)), fresh=True)
+        for turn in range(w2.TURNS):
+            turns = {slot: Turn(key, w2.SAMPLED) for slot, key in enumerate(keys)}
+            found = self.engine.decode(self.params, turns, 1.0)
+            assert all(len(sampled.ids) == w2.SAMPLED for sampled in found.values())
+            if turn < w2.TURNS - 1:
+                texts = {slot: tools[turn] for slot, tools in enumerate(self.tools)}
+                self.engine.append(self.params, texts)
+        return time.perf_counter() - began
+
+
+def main(argv: list[str]) -> None:
+    config = parse(Config, argv, prog="python -m experiments.bench.rollout")
+    try:
+        path = shipped_weights("smollm2-135m")
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from None
+    prompts, tools = w2.workload(load_tokenizer(path), config.episodes)
+    ours = Ours(str(path), prompts, tools)
+    ours.run(0)  # compiles
+    peer = None
+    if config.peer:
+        from experiments.bench.w2_torch import Peer
+
+        peer = Peer(str(path), prompts, tools)
+    tokens = config.episodes * w2.TURNS * w2.SAMPLED
+    rates: dict[str, list[float]] = {"ours": [], "kept": [], "again": []}
+    for number in range(config.runs):
+        rates["ours"].append(tokens / ours.run(1 + number))
+        print(f"run {number + 1}: ours {rates['ours'][-1]:.1f} tokens/s", flush=True)
+        for name in ("kept", "again") if peer is not None else ():
+            assert peer is not None
+            rates[name].append(tokens / peer.run(name == "kept", number))
+            print(f"run {number + 1}: {name} {rates[name][-1]:.1f} tokens/s", flush=True)
+    numbers = {"episodes": config.episodes, "sampled_tokens": tokens, "context": w2.CONTEXT}
+    if peer is None:
+        report("rollout", "tokens/s", rates["ours"], **numbers)
+        return
+    again = statistics.median(rates["again"])
+    report(
+        "rollout", "tokens/s", rates["ours"],
+        peer="transformers.generate, cache kept", peer_runs=rates["kept"],
+        again_value=again, ratio_again=statistics.median(rates["ours"]) / again,
+        devices=jax.device_count(), **numbers,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)

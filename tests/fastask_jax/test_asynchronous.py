@@ -1,0 +1,117 @@
+"""Asynchronous training on the real parts: threads and processes, kills, resume."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.config import UsageError, parse
+from experiments.fast_ask import PRESET_CONFIGS, Config, train
+from fastask_jax.fleet.config import FleetConfig
+from fastask_jax.report.metrics import read_metrics
+from tests.fastask_jax.test_loop import small, start
+
+
+def asynchronous(run_dir: Path, **loop) -> Config:
+    fleet = FleetConfig(max_staleness=2, spare=1)
+    return replace(small(run_dir, **loop), mode="async", fleet=fleet)
+
+
+def check_groups(run_dir: Path, steps: int, bound: int) -> list[int]:
+    """Every step has its batch, no group is in two of them, none is too old."""
+    lines = [json.loads(line) for line in (run_dir / "groups.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    taken = [number for line in lines for number, _ in line["groups"]]
+    assert len(taken) == len(set(taken)) == 3 * steps
+    for line in lines:
+        # Step n makes version n from version n - 1.
+        assert all(0 <= line["step"] - 1 - oldest <= bound for _, oldest in line["groups"])
+    return taken
+
+
+@pytest.mark.slow
+def test_a_run_on_threads(tmp_path):
+    config = asynchronous(tmp_path / "run", steps=4)
+    policies = train(config)
+    check_groups(config.run_dir, 4, 2)
+    lines = read_metrics(config.run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert len(policies["trained"]) == 3
+    last = lines[-1]
+    assert last["policy/staleness_max"] <= 2 and last["train/version"] == 4
+    # What the step's own weights have sampled is scored alike by sampler and learner.
+    gaps = [line["policy/gap"] for line in lines[1:] if "policy/gap" in line]
+    assert gaps and max(gaps) < 1e-4
+    for name in ("time/rollout", "time/learn", "time/decode", "time/pool", "time/idle"):
+        assert all(line[name] >= 0 for line in lines[1:])
+    assert (config.run_dir / "utilisation.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match=r"mode=async \(now sync\)"):
+        train(replace(config, mode="sync", resume=True))
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def replicas(pid: int) -> list[int]:
+    """Processes of replicas: the children that are spawned and have children of their own."""
+    marks = (b"multiprocessing.spawn", b"multiprocessing-fork")
+    found = []
+    for child in children(pid):
+        words = Path(f"/proc/{child}/cmdline").read_bytes()
+        if any(mark in words for mark in marks) and b"resource_tracker" not in words:
+            found.append(child)
+    return found
+
+
+def wait_for(what, process, seconds=300):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    raise AssertionError("it didn't come to that")
+
+
+@pytest.mark.slow
+def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
+    config = asynchronous(tmp_path / "run", steps=5, eval_tasks=0)
+    config = replace(config, fleet=replace(config.fleet, place="process"))
+    metrics = config.run_dir / "metrics.jsonl"
+
+    def steps(count):
+        return lambda: metrics.exists() and metrics.read_text().count("\n") > count
+
+    process = start(config)
+    wait_for(steps(1), process)
+    [first] = replicas(process.pid)
+    os.kill(first, signal.SIGKILL)
+    wait_for(steps(2), process)  # with a replica that was started anew
+    [second] = replicas(process.pid)
+    assert second != first
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(read_metrics(config.run_dir)) < 6, "it was killed in the middle"
+    resumed = start(config, "--resume=true")
+    _, error = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, error
+    check_groups(config.run_dir, 5, 2)
+    assert not Path(f"/proc/{second}").exists(), "a replica outlived its learner"
+
+
+def test_nonsense_is_refused():
+    for flags, said in [
+        (["--mode", "both"], "mode is sync or async"),
+        (["--fleet.max-staleness", "-1"], "fleet.max_staleness must be at least 0"),
+        (["--fleet.replicas", "0"], "fleet.replicas must be at least 1"),
+        (["--fleet.place", "moon"], 'fleet.place is "thread" or "process"'),
+        (["--mode", "async", "--distributed.auto", "true"], "one learner process"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            parse(Config, flags, presets=PRESET_CONFIGS)
