@@ -31,7 +31,7 @@ from typing import Any, Self
 
 from fastask_jax.fleet.ledger import Finished, Ledger
 from fastask_jax.fleet.links import Link
-from fastask_jax.fleet.replica import Begin, Broken, Cancel, News, Sampled, Usage
+from fastask_jax.fleet.replica import Begin, Broken, Cancel, News, Sampled, Usage, Weights
 from fastask_jax.rollout.transcript import Trajectory
 
 # How often dead replicas are looked for (seconds).
@@ -84,7 +84,8 @@ class Fleet:
         self._deal, self._judge, self._restarts, self._clock = deal, judge, restarts, clock
         self._members = [_Member(link) for link in links]
         self._spent = 0  # restarts since the last batch
-        self._weights: tuple[int, Any] | None = None
+        # What was published last, as links carry it; the learner's own arrays are soon gone.
+        self._weights: dict[str, Weights] = {}
         self._ended: list[list[Trajectory]] = []
         self._evaluated: dict[Hashable, list[Trajectory]] | None = None
         self._wanted = 0  # groups of the evaluation under way
@@ -111,9 +112,12 @@ class Fleet:
         """Gives all replicas the weights of a version; they are the caller's again on return."""
         with self._changed:
             self._raise()
-            self._weights = version, params
+            self._weights = {}
             for member in self._members:
-                member.link.publish(version, params)
+                if member.link.packs not in self._weights:
+                    packed = Weights(version, member.link.pack(params))
+                    self._weights[member.link.packs] = packed
+                member.link.send(self._weights[member.link.packs])
             self._hand_out()
 
     def updated(self, params: Any) -> int:
@@ -287,8 +291,8 @@ class Fleet:
         member.heard, member.usage = self._clock(), None
         life = member.life
         member.link.start(lambda news: self._news.put((place, life, news)))
-        if self._weights is not None:
-            member.link.publish(*self._weights)
+        if self._weights:
+            member.link.send(self._weights[member.link.packs])
 
     def _begin(self, begin: Begin) -> None:
         """To the replica that has least to do."""
@@ -298,7 +302,7 @@ class Fleet:
 
     def _hand_out(self) -> None:
         """Begins as many groups as the ledger permits; none before there are weights."""
-        while self._weights is not None and self.ledger.permits():
+        while self._weights and self.ledger.permits():
             number = self.ledger.begin()
             task = self._deal(number)
             self._begin(Begin(number, task, self.copies, f"{self.seed}/{number}"))

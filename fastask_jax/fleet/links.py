@@ -17,24 +17,26 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from fastask_jax.fleet.replica import Broken, News, Order, Stop, Weights, serve
+from fastask_jax.fleet.replica import Broken, News, Order, Stop, serve
 from fastask_jax.rollout.scheduler import Scheduler
 
 
 class Link(Protocol):
     """One replica.  After `start`, `send` reaches it until `alive` is false.
 
-    `publish` takes weights that are the caller's again when it returns.  `kill` ends the replica
-    at once, `stop` in order.
+    `pack` makes of the learner's weights, which are the learner's again when it returns, what a
+    `Weights` order to this replica carries, or to any other whose `packs` is the same.  `kill`
+    ends the replica at once, `stop` in order.
     """
 
     name: str
+    packs: str
 
     def start(self, tell: Callable[[News], None]) -> None: ...
 
     def send(self, order: Order) -> None: ...
 
-    def publish(self, version: int, params: Any) -> None: ...
+    def pack(self, params: Any) -> Any: ...
 
     def alive(self) -> bool: ...
 
@@ -50,7 +52,7 @@ class ThreadLink:
     """
 
     def __init__(self, name: str, scheduler: Scheduler, copy: Callable[[Any], Any]) -> None:
-        self.name = name
+        self.name = self.packs = name
         self._scheduler, self._copy = scheduler, copy
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -66,8 +68,8 @@ class ThreadLink:
     def send(self, order: Order) -> None:
         self._orders.put(order)
 
-    def publish(self, version: int, params: Any) -> None:
-        self.send(Weights(version, self._copy(params)))
+    def pack(self, params: Any) -> Any:
+        return self._copy(params)
 
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -96,6 +98,8 @@ class ProcessLink:
     factory: "module:function" that, called with `settings` there, is a context manager of the
     scheduler and of a function that puts weights (a tree of NumPy arrays) on its devices.
     """
+
+    packs = "NumPy arrays"
 
     def __init__(self, name: str, factory: str, settings: Any) -> None:
         self.name = name
@@ -127,10 +131,10 @@ class ProcessLink:
     def send(self, order: Order) -> None:
         self._orders.put(order)
 
-    def publish(self, version: int, params: Any) -> None:
+    def pack(self, params: Any) -> Any:
         from fastask_jax.distributed import host_copy
 
-        self.send(Weights(version, host_copy(params)))
+        return host_copy(params)
 
     def alive(self) -> bool:
         return self._process is not None and self._process.is_alive()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fastask_jax.fleet.fleet import Fleet
 from fastask_jax.fleet.ledger import Ledger
-from fastask_jax.fleet.replica import Begin, Cancel, Ended, Sampled
+from fastask_jax.fleet.replica import Begin, Cancel, Ended, Sampled, Weights
 from fastask_jax.rollout.transcript import Trajectory
 
 
@@ -23,16 +23,17 @@ class Link:
     """A replica that samples by the clock of its world."""
 
     def __init__(self, world, name):
-        self.world, self.name = world, name
+        self.world, self.name, self.packs = world, name, "packed"
         self.life, self.up = 0, False
 
     def start(self, tell):
         self.life, self.up, self.tell = self.life + 1, True, tell
         self.version, self.groups, self.said = -1, {}, 0.0
 
-    def publish(self, version, params):
-        assert params == f"weights {version}"
-        self.arrives(self.on_weights, version)
+    def pack(self, params):
+        """The learner's arrays are gone after its next update, so they are good only now."""
+        assert params == f"weights {self.world.fleet.ledger.version}"
+        return f"packed {params}"
 
     def send(self, order):
         self.arrives(self.on_order, order)
@@ -52,12 +53,12 @@ class Link:
 
         return act
 
-    def on_weights(self, version):
-        assert version >= self.version
-        self.version = version
-
     def on_order(self, order):
-        if isinstance(order, Begin):
+        if isinstance(order, Weights):
+            assert order.params == f"packed weights {order.version}"
+            assert order.version >= self.version
+            self.version = order.version
+        elif isinstance(order, Begin):
             assert self.version >= 0 and order.key not in self.groups
             self.groups[order.key] = []
             self.world.after(self.world.delay(), self.mine(self.on_sample), order.key)
