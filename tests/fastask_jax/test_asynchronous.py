@@ -54,17 +54,17 @@ def test_a_run_on_threads(tmp_path):
 
 
 def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
+    """Of all its threads: a replica is started anew by another one than the first time."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def replicas(pid: int) -> list[int]:
-    """Processes of replicas: the children that are spawned and have children of their own."""
-    marks = (b"multiprocessing.spawn", b"multiprocessing-fork")
+    """The processes that `multiprocessing` has spawned for it."""
     found = []
     for child in children(pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes()
-        if any(mark in words for mark in marks) and b"resource_tracker" not in words:
+        if b"multiprocessing.spawn" in words:
             found.append(child)
     return found
 
@@ -81,7 +81,7 @@ def wait_for(what, process, seconds=300):
 
 @pytest.mark.slow
 def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
-    config = asynchronous(tmp_path / "run", steps=5, eval_tasks=0)
+    config = asynchronous(tmp_path / "run", steps=6, eval_tasks=0)
     config = replace(config, fleet=replace(config.fleet, place="process"))
     metrics = config.run_dir / "metrics.jsonl"
 
@@ -93,14 +93,14 @@ def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
     [first] = replicas(process.pid)
     os.kill(first, signal.SIGKILL)
     [second] = wait_for(lambda: [pid for pid in replicas(process.pid) if pid != first], process)
-    wait_for(steps(3), process)  # more than what had waited when the replica was killed
+    wait_for(steps(2), process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert len(read_metrics(config.run_dir)) < 6, "it was killed in the middle"
+    assert len(read_metrics(config.run_dir)) < 7, "it was killed in the middle"
     resumed = start(config, "--resume=true")
     _, error = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, error
-    check_groups(config.run_dir, 5, 2)
+    check_groups(config.run_dir, 6, 2)
     assert not Path(f"/proc/{second}").exists(), "a replica outlived its learner"
 
 
