@@ -14,6 +14,7 @@ alone (PEFT).  Over several hosts: docs/several_hosts.md.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -165,6 +166,8 @@ PRESET_CONFIGS = {
     ),
 }
 
+
+_FAKE_DEVICES = "xla_force_host_platform_device_count"
 
 # Fields of a preset that no checkpoint's config.json holds.
 _HOW_IT_RUNS = (
@@ -342,7 +345,8 @@ def _learner_devices(config: Config) -> list[jax.Device] | None:
 def make_room(config: Config) -> None:
     """In mode async gives JAX as many CPU devices as learner and replicas want, so that they run
     side by side; other platforms have what they have.  Before JAX is asked for its devices."""
-    if config.mode == "async":
+    # Who has asked XLA for fake devices by hand has them; JAX refuses both.
+    if config.mode == "async" and _FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         threads = config.fleet.replicas if config.fleet.place == "thread" else 0
         wanted = math.prod(asdict(config.mesh).values()) + threads
         if jax.config.jax_num_cpu_devices < wanted:  # type: ignore[attr-defined]

@@ -98,13 +98,20 @@ class Fleet:
     # -- for the learner ----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self._stop()
+            raise
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._news.put(None)
         self._thread.join()
+        self._stop()
+
+    def _stop(self) -> None:
         for member in self._members:
             member.link.stop()
 

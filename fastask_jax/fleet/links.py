@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import queue
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -171,6 +172,8 @@ def _send(pipe: Connection, orders: queue.SimpleQueue[Order | None]) -> None:
 
 def _run(factory: str, settings: Any, pipe: Connection) -> None:
     """The body of a replica's process."""
+    # Ctrl-C reaches all processes of a terminal; the learner's, which knows what to save, ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def receive(timeout: float) -> Sequence[Order]:
         found: list[Order] = []
