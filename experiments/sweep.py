@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     sweep = parse_sweep(argv)
     combinations = sweep.combinations()
     print(f"sweep of {sweep.module}: {len(combinations)} runs in {sweep.run_dir}", flush=True)
-    configs = [_resolve(sweep, values) for values in combinations]
+    configs = [resolve(sweep, values) for values in combinations]
     wrong = [c for c in configs if isinstance(c, str)]
     if len(wrong) == len(configs):
         raise UsageError(wrong[0])  # a misspelt field, most likely: nothing can run
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         label = ", ".join(f"{k}={v}" for k, v in values.items())
         print(f"[{i}/{len(combinations)}] {label}", flush=True)
         rows.append(run_one(sweep, values, config))
-        print(f"    {_outcome(rows[-1])}", flush=True)
+        print(f"    {outcome(rows[-1])}", flush=True)
     report(sweep, rows)
     failed = sum(r["status"] == "failed" for r in rows)
     if failed:
@@ -158,7 +158,7 @@ def _command(sweep: Sweep, values: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", sweep.module, *sweep.fixed, *options, place]
 
 
-def _resolve(sweep: Sweep, values: Mapping[str, str]) -> dict[str, Any] | str:
+def resolve(sweep: Sweep, values: Mapping[str, str]) -> dict[str, Any] | str:
     """The whole config of one combination as the experiment itself resolves it, or its error."""
     command = [*_command(sweep, values), "--show-config"]
     shown = subprocess.run(command, capture_output=True, text=True)
@@ -267,7 +267,8 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix("error: ") if lines else ""
 
 
-def _outcome(row: Mapping[str, Any]) -> str:
+def outcome(row: Mapping[str, Any]) -> str:
+    """How a run has ended, in a few words."""
     if row["status"] == "failed":
         return f"failed: {row['error']}"
     return f"{row['status']}: exact match {_percent(row)}"

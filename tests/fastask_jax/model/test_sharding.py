@@ -146,7 +146,8 @@ def test_a_cache_holds_slots_by_rows_and_heads_by_tensor():
     cache = jax.eval_shape(lambda: init_cache(cfg, 8, 16, mesh=MESH))
     delta, full = (cache["stacked"][f"layer_{i}"] for i in range(2))
     # One key/value head, once for each device of `tensor`.
-    assert full["k"].shape == (2, 8, 2, 16, cfg.head_dim)
+    assert full["k"].shape == (2, 8, 2, cfg.head_dim, 16)
+    assert full["v"].shape == (2, 8, 2, 16, cfg.head_dim)
     assert delta["state"].shape[1:3] == (8, 4) and delta["conv"].shape[-1] == cfg.conv_dim
     specs = cache_specs(cfg)
     assert specs["length"] == P(ROWS)

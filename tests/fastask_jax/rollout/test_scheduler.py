@@ -11,7 +11,7 @@ from fastask_jax.learn.packing import PackConfig, pack
 from fastask_jax.learn.score import make_scorer
 from fastask_jax.rollout.engine import Engine, EngineConfig
 from fastask_jax.rollout.pools import InlinePool
-from fastask_jax.rollout.scheduler import RolloutConfig, RolloutStats, rollout
+from fastask_jax.rollout.scheduler import RolloutConfig, RolloutStats, Scheduler, rollout
 
 SHORT = RolloutConfig(max_turn_tokens=12, max_tokens=60)
 
@@ -193,6 +193,87 @@ def test_weights_may_change_under_running_episodes(engine, params, model, chat, 
         for learned, t in zip(packed.unpack(logprobs), trajectories, strict=True):
             mine = t.mask & (t.versions == version)
             assert not mine.any() or np.abs(learned - t.logprobs)[mine].max() < 1e-4
+
+
+@pytest.mark.slow
+def test_slots_taken_from_slow_tools_change_no_logprob(engine, params, model, chat, echo):
+    """Episodes that lost their slot while their tool ran are read again, also by newer weights,
+    and what they sample is scored as the learner scores it."""
+    config = dataclasses.replace(SHORT, evict_after=0.0)
+    generations = [params, jax.tree.map(lambda x: x * 1.05, params)]
+    asked = 0
+
+    def newer():
+        nonlocal asked
+        asked += 1
+        return (generations[1], 1) if asked == 12 else None
+
+    stats = RolloutStats()
+    pool = LatePool(lambda _: echo.Env(stubborn=True), seed=2)
+    tasks = [echo.Task(f"task-{i}", turns=4) for i in range(8)]
+    trajectories = rollout(
+        engine, params, 0, tasks, 3, pool, chat,
+        seed=0, config=config, tools=echo.TOOLS, newer=newer, stats=stats,
+    )  # fmt: skip
+    assert stats.evictions > 5 and stats.shared_tokens > 0
+    assert all(t.valid and t.turns == 4 for t in trajectories)
+    assert set().union(*(t.versions[t.mask].tolist() for t in trajectories)) == {0, 1}
+    packed = pack(trajectories, PackConfig(row_lengths=(256, 512), micro_batch_rows=2))
+    score = make_scorer(model, micro_batch_rows=2)
+    for version, weights in enumerate(generations):
+        logprobs, _ = score(weights, packed, 1.0)
+        for learned, t in zip(packed.unpack(logprobs), trajectories, strict=True):
+            mine = t.mask & (t.versions == version)
+            assert not mine.any() or np.abs(learned - t.logprobs)[mine].max() < 1e-4
+
+
+def test_a_cancelled_group_leaves_no_trace(engine, params, chat, echo):
+    """Not in the pool, not in the slots, and not in what the others sample."""
+    environments = []
+
+    def make(_):
+        environments.append(echo.Env(stubborn=True))
+        return environments[-1]
+
+    def trajectories(cancelled):
+        pool = InlinePool(make)
+        scheduler = Scheduler(engine, pool, chat, SHORT, echo.TOOLS)
+        scheduler.set_weights(params, 0)
+        groups = [
+            scheduler.add(i, echo.Task(f"task-{i}", turns=3), 2, "0")
+            for i in range(6 if cancelled else 3)
+        ]
+        rounds = 0
+        while scheduler.unfinished:
+            scheduler.round()
+            rounds += 1
+            if cancelled and rounds == 2:
+                for key in (3, 4, 5, 99):
+                    scheduler.cancel(key)
+        return content(t for group in groups[:3] for t in group.trajectories)
+
+    assert trajectories(cancelled=True) == trajectories(cancelled=False)
+    assert all(environment.closed for environment in environments)
+
+
+def test_what_is_first_goes_first(engine, params, chat, echo):
+    scheduler = Scheduler(engine, InlinePool(lambda _: echo.Env(True)), chat, SHORT, echo.TOOLS)
+    scheduler.set_weights(params, 0)
+    slots = engine.config.slots
+    for i in range(3 * slots):
+        scheduler.add(i, echo.Task(f"task-{i}", turns=3), 1, "0")
+    scheduler.round()
+    late = scheduler.add("late", echo.Task("late", turns=3), 1, "0", first=True)
+    ended = []
+    while late.unfinished:
+        ended += scheduler.round().ended
+    # Only those that had a slot, or a place before it, can have ended before it.
+    assert len(ended) <= 2 * slots
+    with pytest.raises(ValueError, match="group 40 is under way already"):
+        scheduler.add(40, echo.Task("x"), 1, "0")
+        scheduler.add(40, echo.Task("x"), 1, "0")
+    scheduler.close()
+    assert scheduler.unfinished == 0
 
 
 def test_greedy_copies_agree(engine, params, chat, echo):
