@@ -58,12 +58,13 @@ def plot_utilisation(
         steps, values = shares(metrics, parts)
         colours = [colour for colour, _, _ in parts]
         labels = [label for _, _, label in parts]
-        if len(steps) == 1:  # an area needs two points
-            steps, values = [*steps, steps[0] + 1], [[v[0], v[0]] for v in values]
-        axes.stackplot(steps, values, colors=colours, labels=labels, step="post")
+        # A step's area goes half a step to either side of it.
+        edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+        areas = [[*part, part[-1]] for part in values]
+        axes.stackplot(edges, areas, colors=colours, labels=labels, step="post")
         axes.set_title(f"share of the {name}'s time", fontsize=11, loc="left")
         axes.set_ylim(0, 1)
-        axes.set_xlim(steps[0], steps[-1])
+        axes.set_xlim(edges[0], edges[-1])
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.spines[["top", "right"]].set_visible(False)
