@@ -11,7 +11,6 @@ Left out: updates, files and checkpoints (`loop.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -192,17 +191,16 @@ class Asynchronous:
             lambda group: all(judged(group, batches.kind)),
             patience=config.patience, restarts=config.restarts,
         )  # fmt: skip
-        self._stack = ExitStack()
         self._begun = False
         self._usage: list[Usage | None] = [None] * len(links)
         self._counts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self.fleet)
+        self.fleet.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self.fleet.__exit__(*exception)
 
     def weights(self, params: Any, version: int) -> None:
         """Tells the replicas; `params` are the caller's again on return."""

@@ -10,8 +10,7 @@
 Replicas get groups as long as the ledger permits more, are told of new weights, and go on with
 what they have.  A replica that dies is started anew and its groups begin again elsewhere; groups
 that no update would take any more are cancelled.  Evaluations run on the same replicas, before
-all training groups, by the weights that were published last: no others are published meanwhile,
-so training waits for an evaluation at most as long as its deadline.
+all training groups, by the weights that were published last: no others are published meanwhile.
 
 News are handled on a thread of the fleet's own, under one lock: so groups are dealt while the
 learner computes.  Whoever waits, waits with a limit, and then says for whom.
@@ -61,7 +60,6 @@ class Fleet:
     patience: seconds without a group that begins or ends after which whoever waits gives up.
     restarts: how many deaths of replicas are borne between two batches.
     deaths: replicas that have died so far.
-    ended: groups that have ended since `drain` was called last, whatever became of them.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ A link starts its replica, carries orders to it, and hands its news to a callbac
 process that died had under way is lost, and `start` may be called again; a thread shares the
 learner's process, so its errors end the run.
 
-Left out: other machines (`ray_links.py`), and what the orders mean (`fleet.py`).
+Left out: other machines, and what the orders mean (`fleet.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Link(Protocol):
     """One replica.  After `start`, `send` reaches it until `alive` is false.
 
     `pack` makes of the learner's weights, which are the learner's again when it returns, what a
-    `Weights` order to this replica carries, or to any other whose `packs` is the same.  `kill`
-    ends the replica at once, `stop` in order.
+    `Weights` order to this replica carries, or to any other whose `packs` is the same.  `stop`
+    ends the replica, in order where it answers in time.
     """
 
     name: str
@@ -40,8 +40,6 @@ class Link(Protocol):
     def pack(self, params: Any) -> Any: ...
 
     def alive(self) -> bool: ...
-
-    def kill(self) -> None: ...
 
     def stop(self, timeout: float = 30.0) -> None: ...
 
@@ -75,9 +73,6 @@ class ThreadLink:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def kill(self) -> None:
-        self.stop(0.0)
-
     def stop(self, timeout: float = 30.0) -> None:
         self.send(Stop())
         if self._thread is not None:
@@ -108,10 +103,6 @@ class ProcessLink:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
     def start(self, tell: Callable[[News], None]) -> None:
         # Never forked: this process holds JAX and its threads.
         context = multiprocessing.get_context("spawn")
@@ -140,16 +131,12 @@ class ProcessLink:
     def alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-
     def stop(self, timeout: float = 30.0) -> None:
         self.send(Stop())
         if self._process is not None:
             self._process.join(timeout)
-            self.kill()
+            self._process.kill()
+            self._process.join()
 
 
 def _relay(pipe: Connection, tell: Callable[[News], None]) -> None:

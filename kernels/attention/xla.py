@@ -119,7 +119,8 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array
         top = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - top)
         # A product with ones: CPUs add up short rows slowly.
-        added = weights @ jnp.ones((size, 1), jnp.float32)
+        ones = jnp.ones((size, 1), jnp.float32)
+        added = jnp.matmul(weights, ones, precision=jax.lax.Precision.HIGHEST)
         mixed = _mix(weights, values)
         if isinstance(index, int):  # the only block
             return top, added, mixed
