@@ -17,45 +17,54 @@ _KEY_BLOCK = 256
 _MOST_BLOCKS = 32
 
 
-@jax.custom_vjp
 def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
     """`weights [B, G, Q, S]` float32, `v [B, G, S, K]` -> `[B, G, Q, K]` float32, by a product in
-    the type of `v`.  The gradient of the weights stays float32: what the softmax takes from it is
-    a small difference."""
+    the type of `v`."""
     return jnp.einsum(
         "bgqs,bgsk->bgqk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
 
 
-def _mix_forward(weights, v):
-    return _mix(weights, v), (weights, v)
-
-
-def _mix_backward(residuals, cotangent):
-    weights, v = residuals
-    low = cotangent.astype(v.dtype)
-    d_weights = jnp.einsum("bgqk,bgsk->bgqs", low, v, preferred_element_type=jnp.float32)
-    d_v = jnp.einsum(
-        "bgqs,bgqk->bgsk", weights.astype(v.dtype), low, preferred_element_type=jnp.float32
-    )
-    return d_weights, d_v.astype(v.dtype)
-
-
-_mix.defvjp(_mix_forward, _mix_backward)
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """`q [B, G, R, Q, K]`, `k, v [B, G, S, K]`, `visible [B, Q, S]` -> `[B, G, R, Q, K]`."""
-    batch, heads, repeat, queries, width = q.shape
-    q = q.reshape(batch, heads, repeat * queries, width)
+def _weigh(q: jax.Array, k: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The softmax of the scores before its division, and what it is to be divided by."""
+    batch, groups, rows, width = q.shape
     scores = jnp.einsum("bgqk,bgsk->bgqs", q, k, preferred_element_type=jnp.float32)
-    scores = (scores * width**-0.5).reshape(batch, heads, repeat, queries, -1)
+    scores = (scores * width**-0.5).reshape(batch, groups, -1, *visible.shape[1:])
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - peak)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = _mix(weights.reshape(batch, heads, repeat * queries, -1), v)
-    return out.reshape(batch, heads, repeat, queries, width) / total
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = weights.reshape(batch, groups, rows, -1)
+    return weights, jnp.sum(weights, axis=-1, keepdims=True)
+
+
+@jax.custom_vjp
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """`q [B, G, R * Q, K]`, `k, v [B, G, S, K]`, `visible [B, Q, S]` -> `[B, G, R * Q, K]` in the
+    type of `q`."""
+    weights, total = _weigh(q, k, visible)
+    return (_mix(weights, v) / total).astype(q.dtype)
+
+
+def _attend_forward(q, k, v, visible):
+    return _attend(q, k, v, visible), (q, k, v, visible)
+
+
+def _attend_backward(residuals, cotangent):
+    """Works the weights out again.  Nothing between inputs and gradients is rounded to bf16: the
+    softmax takes small differences of the weights' gradient."""
+    q, k, v, visible = residuals
+    weights, total = _weigh(q, k, visible)
+    weights = weights / total
+
+    d_weights = jnp.einsum("bgqk,bgsk->bgqs", cotangent, v, preferred_element_type=jnp.float32)
+    mean = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
+    d_scores = weights * (d_weights - mean) * q.shape[-1] ** -0.5
+    d_q = jnp.einsum("bgqs,bgsk->bgqk", d_scores, k.astype(jnp.float32))
+    d_k = jnp.einsum("bgqs,bgqk->bgsk", d_scores, q.astype(jnp.float32))
+    d_v = jnp.einsum("bgqs,bgqk->bgsk", weights, cotangent.astype(jnp.float32))
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -65,16 +74,16 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
     grouped = q.reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     outputs = []
-    attend = jax.checkpoint(_attend) if length > _QUERY_BLOCK else _attend
     size = _QUERY_BLOCK * -(-length // (_QUERY_BLOCK * _MOST_BLOCKS))
     for start in range(0, length, size):
         stop = min(start + size, length)
         visible = segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]
         visible &= jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-        block = grouped[:, :, :, start:stop]
-        outputs.append(attend(block, k[:, :, :stop], v[:, :, :stop], visible))
+        block = grouped[:, :, :, start:stop].reshape(batch, groups, -1, width)
+        out = _attend(block, k[:, :, :stop], v[:, :, :stop], visible)
+        outputs.append(out.reshape(batch, groups, heads // groups, stop - start, width))
     out = jnp.concatenate(outputs, axis=3) if len(outputs) > 1 else outputs[0]
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> jax.Array:
