@@ -149,7 +149,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_decode_step_compiles_over_a_mesh_and_gives_its_cache_away() -> None:
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=4 {os.environ['XLA_FLAGS']}"
     done = run("-c", DECODE, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -70,8 +70,7 @@ def start(code, run_dir, count=2, devices=2):
     coordinator = f"127.0.0.1:{free_port()}"
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {os.environ['XLA_FLAGS']}",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return [

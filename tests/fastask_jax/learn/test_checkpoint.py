@@ -272,7 +272,9 @@ def run(code, *arguments, prefix=(), devices=1):
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": " ".join(
+                (f"--xla_force_host_platform_device_count={devices}", os.environ["XLA_FLAGS"])
+            ),
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
     )

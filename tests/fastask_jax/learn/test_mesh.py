@@ -22,7 +22,6 @@ def start():
     processes = []
 
     def begin(script, *arguments, devices):
-        # Unoptimised code compiles in half the time and computes the same sums.
         flags = f"--xla_force_host_platform_device_count={devices}"
         process = subprocess.Popen(
             [sys.executable, HERE / script, *map(str, arguments)],
@@ -32,7 +31,7 @@ def start():
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+                "XLA_FLAGS": f"{flags} {os.environ['XLA_FLAGS']}",
                 "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
             },
         )

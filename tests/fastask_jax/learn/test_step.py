@@ -24,11 +24,7 @@ def gradient(model, params, items, objective, config):
     """(flat gradient, loss) of the items as packed by config."""
     step = make_train_step(model, objective, OPTIMIZER, micro_batch_rows=config.micro_batch_rows)
     micro = micro_batches(pack(items, config).batch, config.micro_batch_rows)
-    # Unoptimised code compiles in half the time and computes the same sums.
-    run = jax.jit(
-        partial(step.gradient, terms=objective.terms),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
+    run = jax.jit(partial(step.gradient, terms=objective.terms))
     grads, metrics = run(params, jnp.int32(0), micro, objective)
     return np.concatenate([np.ravel(g) for g in jax.tree.leaves(grads)]), results(metrics)
 
