@@ -29,7 +29,12 @@ from fastask_jax.model.directories import replaced_directory
 from fastask_jax.model.families import from_hf_config, to_hf_config
 from fastask_jax.model.gguf import GGUFFile
 from fastask_jax.model.parameters import is_matrix
-from fastask_jax.model.safetensors_files import Planned, SafetensorsFiles, write_safetensors
+from fastask_jax.model.safetensors_files import (
+    Planned,
+    SafetensorsFiles,
+    parse_json,
+    write_safetensors,
+)
 from fastask_jax.model.sharding import param_shardings
 from fastask_jax.model.streaming import Source, load_leaf
 from fastask_jax.model.tensors import Tensor, find_tensors, tensor_table
@@ -270,7 +275,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             "several such files with their index"
         )
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} isn't valid JSON: {error}") from None
     if not isinstance(config, dict):

@@ -104,7 +104,7 @@ class SafetensorsFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = _parsed(index.read_bytes())["weight_map"]
+        weight_map = parse_json(index.read_bytes())["weight_map"]
         files = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} isn't an index of safetensors files: {error!r}") from None
@@ -123,7 +123,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 f"{file} can't be read as safetensors: its header is cut short or isn't one"
             )
         try:
-            header = _parsed(stream.read(length))
+            header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(file, 8 + length, **fields) for name, fields in header.items()}
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -151,7 +151,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _parsed(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """The JSON in `text`; ValueError where it isn't JSON, has a key twice or is nested deeply."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -259,4 +259,6 @@ def _contiguous(planned: Planned, array: np.ndarray) -> memoryview:
         raise ValueError(f"tensor {planned.name} has shape {array.shape}, not {planned.shape}")
     out = np.empty(planned.shape, planned.dtype)
     fill(out, array)
+    if out.itemsize < array.itemsize and not np.isfinite(out).all():
+        raise ValueError(f"tensor {planned.name} has weights too large for {planned.dtype}")
     return out.reshape(-1).view(np.uint8).data

@@ -79,6 +79,11 @@ def test_bfloat16_halves_the_file_and_keeps_the_vectors(small, params, saved, tm
         save_params(low, small, params, dtype="int8")
     with pytest.raises(ValueError, match="max_shard_bytes must be"):
         save_params(low, small, params, max_shard_bytes=0)
+    huge = params | {"embedding": np.array(params["embedding"])}
+    huge["embedding"][0, 0] = 3.4e38
+    with pytest.raises(ValueError, match="embed_tokens.weight has weights too large for bfloat16"):
+        save_params(tmp_path / "huge", small, huge, dtype="bfloat16")
+    assert not (tmp_path / "huge").exists()
 
 
 def test_parameters_may_be_bfloat16(small, params, saved):
@@ -216,7 +221,12 @@ def test_files_that_are_missing_or_broken(saved, tmp_path):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         load_params(saved)
-    for text, message in (("{", "isn't valid JSON"), ("[]", "holds no object")):
+    for text, message in (
+        ("{", "isn't valid JSON"),
+        ("[]", "holds no object"),
+        ('{"model_type": "llama", "model_type": "qwen3"}', "has model_type twice"),
+        ("[" * 100_000, "nested too deeply"),
+    ):
         (saved / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_params(saved)
