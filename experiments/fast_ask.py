@@ -287,9 +287,7 @@ def train(
         return _train(config, on_eval)
 
 
-def _train(
-    config: Config, on_eval: Callable[[int, list[Record]], None]
-) -> dict[str, list[Record]]:
+def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict[str, list[Record]]:
     began = time.monotonic()
     config = replace(config, kernels=config.kernels.resolved())
     if is_main():
