@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from tests.fastask_jax.test_asynchronous import check_groups, children
 from tests.fastask_jax.test_loop import ROOT, flat, small
 
 GUIDE = (ROOT / "docs/ray.md").read_text("utf-8")
-STEPS = 40
+STEPS = 12
 
 
 def tree(pid: int) -> list[int]:
@@ -85,6 +86,9 @@ def cluster(tmp_path_factory):
     environment = {**os.environ, **variables, "PATH": path}
     # A node that refuses connections is given up after five looks, three seconds apart.
     environment["RAY_health_check_period_ms"] = "500"
+    # pytest's folders are too long for Ray's sockets.
+    folder = tempfile.TemporaryDirectory(prefix="ray-")
+    environment["RAY_TMPDIR"] = folder.name
     found = Cluster(f"127.0.0.2:{port}", run, [], tmp_path_factory.mktemp("ray"), environment)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -102,6 +106,7 @@ def cluster(tmp_path_factory):
                 node.terminate()
             for node in found.nodes:
                 node.wait(60)
+            folder.cleanup()
 
 
 class Parrot:
@@ -241,7 +246,7 @@ def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
         run.kill()
         run.wait()
     check_groups(config.run_dir, STEPS, 2)
-    assert read_metrics(config.run_dir)[-1]["policy/staleness_max"] <= 2
+    assert sum(line.get("rollout/lost", 0) for line in read_metrics(config.run_dir)) > 0
     until(lambda: not hosts(other.pid), 30)
 
 
