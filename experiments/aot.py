@@ -37,10 +37,10 @@ from experiments.config import format_config, option, parse, run_main, to_dict
 from fastask_jax.learn import Objective, OptimizerConfig, make_train_step
 from fastask_jax.model import PRESETS, ModelConfig, init_params, unembedding
 from fastask_jax.model.lora import LoraConfig, init_adapters
-from fastask_jax.model.mesh import ROW_AXES, MeshConfig, row_devices, row_spec
+from fastask_jax.model.mesh import MeshConfig, row_devices, row_spec
 from fastask_jax.model.parameters import is_matrix
-from fastask_jax.model.sharding import cache_specs, extend, init_cache, param_shardings
-from fastask_jax.rollout.sampling import sample
+from fastask_jax.model.sharding import cache_specs, init_cache, param_shardings
+from fastask_jax.rollout.programs import next_tokens
 
 GIB = 2**30
 # High-bandwidth memory of one JAX device, as the TPU documentation gives it per chip (a tpu7x
@@ -155,15 +155,11 @@ def decode_program(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     model, rows = config.decoder, NamedSharding(mesh, row_spec())
 
     def step(params: Any, cache: Any, pending: Any, keys: Any, temperature: Any) -> tuple:
-        counts = jnp.ones(pending.shape[0], jnp.int32)
-        hidden, cache = extend(model, params, cache, pending[:, None], counts, mesh=mesh)
-        head = unembedding(params).astype(model.dtype)
-        logits = jnp.dot(hidden[:, 0], head, preferred_element_type=jnp.float32)
-        # The head stays where it is; only logits travel, as sampling reads whole rows of them.
-        by_token = NamedSharding(mesh, PartitionSpec(ROW_AXES, "tensor"))
-        logits = jax.lax.with_sharding_constraint(logits, by_token)
-        logits = jax.lax.with_sharding_constraint(logits, rows)
-        return cache, sample(logits, keys, cache["length"], temperature)
+        head, active = unembedding(params).astype(model.dtype), jnp.ones_like(pending, bool)
+        cache, *sampled = next_tokens(
+            model, mesh, params, head, cache, pending, active, keys, temperature
+        )
+        return cache, tuple(sampled)
 
     def abstract(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

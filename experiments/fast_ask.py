@@ -13,18 +13,17 @@ alone (PEFT).  Over several hosts: docs/several_hosts.md.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
@@ -34,7 +33,14 @@ from envs.sandbox import SandboxConfig
 from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
 from fastask_jax.collect import Asynchronous, Source, Synchronous
-from fastask_jax.distributed import Channel, DistributedConfig, host_copy, is_main, started
+from fastask_jax.distributed import (
+    Channel,
+    DistributedConfig,
+    host_copy,
+    is_main,
+    local_copy,
+    started,
+)
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.links import Link, ProcessLink, ThreadLink
 from fastask_jax.fleet.ray_link import RayLink, connected
@@ -95,6 +101,8 @@ class Config:
     fleet: FleetConfig = option(FleetConfig(), "")
     pack: PackConfig = option(PackConfig((512, 768), 2), "")
     mesh: MeshConfig = option(MeshConfig(), "")
+    # The devices of each engine.
+    rollout_mesh: MeshConfig = option(MeshConfig(), "")
     kernels: Kernels = option(Kernels(), "")
     distributed: DistributedConfig = option(DistributedConfig(), "")
     pool: PoolConfig = option(PoolConfig(), "")
@@ -108,6 +116,10 @@ class Config:
         if self.mode == "async" and self.distributed != DistributedConfig():
             raise ValueError(
                 "mode async runs with one learner process: leave the fields of distributed out"
+            )
+        if self.rollout_mesh != MeshConfig() and self.distributed != DistributedConfig():
+            raise ValueError(
+                "rollout_mesh is for one learner process: with several, each samples on one device"
             )
         if self.rollout.temperature != self.objective.temperature:
             raise ValueError(
@@ -230,16 +242,16 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
 
 @contextmanager
 def replica(
-    settings: tuple[Config, ModelConfig], device: jax.Device | None = None
+    settings: tuple[Config, ModelConfig], devices: Sequence[jax.Device] | None = None
 ) -> Iterator[tuple[Scheduler, Callable[[Any], Any]]]:
     """What a replica of the fleet works with, and what puts weights where it works."""
     config, model = settings
-    device = device or jax.local_devices()[0]
+    devices = devices or jax.local_devices()[: config.rollout_mesh.size]
     chat = ChatFormat(load_tokenizer(config.source))
     with environments(config) as pool:
-        engine = Engine(model, config.engine, chat.stop_id, device)
+        engine = Engine(model, config.engine, chat.stop_id, config.rollout_mesh.make(devices))
         # A copy in any case: the learner gives its arrays to the next update.
-        copy = partial(jax.device_put, device=SingleDeviceSharding(device), may_alias=False)
+        copy = partial(engine.place, alias=False)
         yield Scheduler(engine, pool, chat, config.rollout, TOOLS), copy
 
 
@@ -251,13 +263,16 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
     with ExitStack() as stack:
         if config.mode == "sync":
             pool = stack.enter_context(environments(config))
-            engine = Engine(model, config.engine, chat.stop_id)
+            over = config.rollout_mesh
+            own = jax.local_devices()[: over.size]
+            engine = Engine(model, config.engine, chat.stop_id, over.make(own))
             actor = Actor(engine, chat, pool, TOOLS, config.rollout)
-            yield Synchronous(actor, stream, batches)
+            place = local_copy if over.size == 1 else engine.place
+            yield Synchronous(actor, stream, batches, place)
             return
         links: list[Link] = []
         made = ("experiments.fast_ask:replica", (config, model))
-        spare = [d for d in jax.local_devices() if d not in set(mesh.devices.flat)]
+        groups = _replica_devices(config, mesh)
         for number in range(config.fleet.replicas):
             name = f"replica {number}"
             if config.fleet.place == "process":
@@ -265,9 +280,8 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
             elif config.fleet.place == "ray":
                 links.append(RayLink(name, *made, config.fleet.ray_request()))
             else:
-                places = spare or list(mesh.devices.flat)
-                device = places[number % len(places)]
-                parts = stack.enter_context(replica((config, model), device))
+                devices = groups[number % len(groups)]
+                parts = stack.enter_context(replica((config, model), devices))
                 links.append(ThreadLink(name, *parts))
         yield Asynchronous(
             links, stream.task, chat, config.fleet, config.rollout, batches, stream.config
@@ -349,8 +363,21 @@ def _learner_devices(config: Config) -> list[jax.Device] | None:
     """In mode async the first devices, so that the last ones are the replicas'."""
     if config.mode == "sync":
         return None
-    wanted = math.prod(asdict(config.mesh).values())
-    return jax.local_devices()[:wanted]
+    return jax.local_devices()[: config.mesh.size]
+
+
+def _replica_devices(config: Config, mesh: Mesh) -> list[list[jax.Device]]:
+    """Groups of devices for engines, behind the mesh; the mesh's where there are none."""
+    size, learner = config.rollout_mesh.size, list(mesh.devices.flat)
+    spare = [device for device in jax.local_devices() if device not in set(learner)]
+    places = spare if len(spare) >= size else learner
+    groups = [places[i : i + size] for i in range(0, len(places) - size + 1, size)]
+    if not groups:
+        raise ValueError(
+            f"rollout_mesh needs {size} devices, there are {len(spare)} behind the learner's and "
+            f"{len(learner)} of its own"
+        )
+    return groups
 
 
 def make_room(config: Config) -> None:
@@ -359,7 +386,7 @@ def make_room(config: Config) -> None:
     # Who has asked XLA for fake devices by hand has them; JAX refuses both.
     if config.mode == "async" and _FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         threads = config.fleet.replicas if config.fleet.place == "thread" else 0
-        wanted = math.prod(asdict(config.mesh).values()) + threads
+        wanted = config.mesh.size + threads * config.rollout_mesh.size
         if jax.config.jax_num_cpu_devices < wanted:  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", wanted)
 

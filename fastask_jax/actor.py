@@ -3,7 +3,7 @@
 With several processes each rolls out its share of the tasks and all get the whole, the same as
 one process would have sampled: what a trajectory contains depends on weights, seed and task alone.
 
-Left out: which tasks and which weights (the loop), and a model over several devices.
+Left out: which tasks and which weights (the loop).
 """
 
 from __future__ import annotations

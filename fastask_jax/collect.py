@@ -10,7 +10,7 @@ Left out: updates, files and checkpoints (`loop.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -103,12 +103,20 @@ def judged(trajectories: Sequence[Trajectory], kind: str) -> list[bool]:
 class Synchronous:
     """Samples the step's tasks with the step's weights, by the run's seed and the step's number.
 
-    stream: deals tasks by `take(count)` and has an int `cursor`.
+    stream: deals tasks by `take(count)` and has an int `cursor`.  place: puts the learner's weights
+        where the actor's engine works.
     """
 
     numbered = False
 
-    def __init__(self, actor: Actor, stream: Any, batches: Batches) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        stream: Any,
+        batches: Batches,
+        place: Callable[[Any], Any] = local_copy,
+    ) -> None:
+        self._place = place
         self.actor, self.stream, self.batches, self.chat = actor, stream, batches, actor.chat
         self._weights: tuple[Any, int] = (None, 0)
 
@@ -125,7 +133,7 @@ class Synchronous:
     def collect(self, step: int) -> Collected:
         """The step's rollouts, groups with signal first."""
         stats, wanted = RolloutStats(), self.batches
-        params, version = local_copy(self._weights[0]), self._weights[1]
+        params, version = self._place(self._weights[0]), self._weights[1]
         kept: list[Trajectory] = []
         spare: list[Trajectory] = []
         for attempt in range(wanted.refill_rounds + 1):
@@ -144,7 +152,7 @@ class Synchronous:
 
     def evaluate(self, tasks: Sequence[Any]) -> list[Record]:
         """Raises RuntimeError as `Actor.evaluate` does."""
-        return self.actor.evaluate(local_copy(self._weights[0]), self._weights[1], tasks)
+        return self.actor.evaluate(self._place(self._weights[0]), self._weights[1], tasks)
 
     def settings(self) -> dict[str, Any]:
         """What decides which rollouts a run sees."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from matplotlib.figure import Figure
 
 from envs.core import Message, Reply, Score, Step, ToolSpec
@@ -164,7 +163,7 @@ class Bench:
         self.rollout = RolloutConfig(max_turn_tokens=8, max_tokens=64)
         # One engine where the learner is, for synchronous runs, and one beside it.
         self.engines = {
-            device: Engine(self.model, shape, self.chat.stop_id, device)
+            device: Engine(self.model, shape, self.chat.stop_id, make_mesh(devices=[device]))
             for device in (devices[0], self.device)
         }
         self.here = devices[0]
@@ -176,11 +175,9 @@ class Bench:
             actor = Actor(self.engines[self.here], self.chat, pool, (), self.rollout)
             yield Synchronous(actor, Stream(), self.batches)
         else:
-            scheduler = Scheduler(self.engines[self.device], pool, self.chat, self.rollout)
-            copy = partial(
-                jax.device_put, device=SingleDeviceSharding(self.device), may_alias=False
-            )
-            links = [ThreadLink("replica 0", scheduler, copy)]
+            engine = self.engines[self.device]
+            scheduler = Scheduler(engine, pool, self.chat, self.rollout)
+            links = [ThreadLink("replica 0", scheduler, partial(engine.place, alias=False))]
             yield Asynchronous(
                 links, Stream().task, self.chat, self.fleet, self.rollout, self.batches
             )

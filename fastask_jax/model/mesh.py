@@ -67,6 +67,11 @@ class MeshConfig:
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh {axis} must be at least 1, not {getattr(self, axis)}")
 
+    @property
+    def size(self) -> int:
+        """Devices of the mesh."""
+        return self.data * self.fsdp * self.expert * self.tensor
+
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh; raises as `make_mesh` does."""
         return make_mesh(self.data, self.fsdp, self.expert, self.tensor, devices)

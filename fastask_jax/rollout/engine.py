@@ -14,7 +14,9 @@ text is, how much of the cache is attended to) follow from each row alone; rows 
 go into different calls.  So results don't depend on when tools answer.  Only ids and logprobs
 come to the host.  Weights are an argument of each call; the engine keeps none.
 
-Left out: eviction under memory pressure, meshes.
+Over a mesh, slots are split over its devices as rows of a batch are, and weights as the learner's.
+
+Left out: eviction under memory pressure, meshes of several processes.
 """
 
 from __future__ import annotations
@@ -26,23 +28,15 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
-from fastask_jax.model import (
-    ModelConfig,
-    extend,
-    init_cache,
-    reset_slots,
-    unembedding,
-    unstacked,
-)
-from fastask_jax.rollout.sampling import sample
-
-Cache = Any
-Params = Any
+from fastask_jax.model import ModelConfig, init_cache
+from fastask_jax.model.mesh import make_mesh, row_devices
+from fastask_jax.model.sharding import cache_specs, specs_like
+from fastask_jax.rollout import programs
+from fastask_jax.rollout.programs import Params
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class EngineConfig:
     append_rows: slots that one append call feeds.
     append_buckets: token counts of an append call; longer texts are fed in pieces.
     decode_rows: slots that one decode call covers, at most all.  Small calls waste less when few
-        slots run, and suit CPUs; accelerators want all slots in one.
+        slots run, and suit CPUs; accelerators want all slots in one, which then stay in place.
     attend_buckets: cache lengths that decoding attends to, besides `max_len`; None takes an
         eighth, a quarter and a half of it.
     decode_steps: decode steps per call, i.e. per host round trip.
@@ -112,7 +106,8 @@ class Sampled:
 class Engine:
     """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
 
-    device: where it decodes, and where the weights that it is given lie; JAX's default if None.
+    mesh: the devices that it decodes on; JAX's default one if None.  Weights lie there as `place`
+        puts them.
 
     Attributes: `traces` counts compilations by function; `lengths` [slots] is the number of
     tokens of each slot, the pending one included; `row_steps` counts rows times decode steps so
@@ -124,38 +119,58 @@ class Engine:
         model: ModelConfig,
         config: EngineConfig,
         stop_id: int,
-        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if not 0 <= stop_id < model.vocab_size:
             raise ValueError(
                 f"stop token {stop_id} is outside of the model's vocabulary ({model.vocab_size}); "
                 "tokenizer and model don't belong together"
             )
+        self.mesh = mesh = mesh or make_mesh(devices=jax.local_devices()[:1])
+        parts = row_devices(mesh)
+        for name in ("slots", "append_rows", "decode_rows"):
+            if getattr(config, name) % parts:
+                raise ValueError(
+                    f"EngineConfig.{name} ({getattr(config, name)}) doesn't divide over the "
+                    f"{parts} parts into which the mesh splits rows: choose a multiple"
+                )
         self.model, self.config, self.stop_id = model, config, stop_id
         self.traces: Counter[str] = Counter()
         self.lengths = np.zeros(config.slots, np.int32)
         self.row_steps = 0
+        self._in_place = config.decode_rows == config.slots
         self._pending = np.zeros(config.slots, np.int32)
-        cache = partial(init_cache, model, slots=config.slots, max_len=config.max_len)
-        where = None if device is None else SingleDeviceSharding(device)
+        where, whole = self._shardings(cache_specs(model)), NamedSharding(mesh, PartitionSpec())
+        cache = partial(init_cache, model, config.slots, config.max_len, mesh=mesh)
         self._cache = jax.jit(cache, out_shardings=where)()
-        axes = cache_axes(model, config.max_len)
-        self._append = self._jit("append", partial(_append, model, axes, config.max_len))
-        share = partial(_share, axes, config.max_len)
-        self._share = self._jit("share", share, cache_argument=0)
+        axes = programs.cache_axes(model, config.max_len)
+
+        def compiled(name: str, function: Callable, cache_argument: int, outputs: Any) -> Callable:
+            def counted(*arguments: Any) -> Any:
+                self.traces[name] += 1  # runs at trace time only
+                return function(*arguments)
+
+            return jax.jit(counted, donate_argnums=cache_argument, out_shardings=outputs)
+
+        append = partial(programs.append, model, axes, config.max_len, mesh)
+        self._append = compiled("append", append, 1, where)
+        share = partial(programs.share, axes, config.max_len)
+        self._share = compiled("share", share, 0, where)
+        decode, rest = partial(programs.decode, model, axes), (config.decode_steps, stop_id, mesh)
         self._decode = {
-            attend: self._jit(
-                "decode", partial(_decode, model, axes, attend, config.decode_steps, stop_id)
-            )
+            attend: compiled("decode", partial(decode, attend, *rest), 1, (where, whole))
             for attend in config.attend_buckets or ()
         }
 
-    def _jit(self, name: str, function: Callable, cache_argument: int = 1) -> Callable:
-        def counted(*arguments: Any) -> Any:
-            self.traces[name] += 1  # runs at trace time only
-            return function(*arguments)
+    def place(self, params: Params, alias: bool = True) -> Params:
+        """The weights where this engine wants them; `alias`: those that are there already may be
+        the given arrays."""
+        where = self._shardings(specs_like(self.model, params, self.mesh))
+        return jax.device_put(params, where, may_alias=alias)
 
-        return jax.jit(counted, donate_argnums=cache_argument)
+    def _shardings(self, specs: Any) -> Any:
+        put = partial(NamedSharding, self.mesh)
+        return jax.tree.map(put, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
     def room(self, slot: int) -> int:
         """Tokens that still fit into the slot."""
@@ -244,37 +259,45 @@ class Engine:
         for bucket, members in sorted(by_bucket.items()):
             for start in range(0, len(members), config.decode_rows):
                 batch = members[start : start + config.decode_rows]
-                calls.append((batch, self._decode_rows(params, bucket, batch, turns, temperature)))
+                # A call that covers all slots has each in the row of its number.
+                rows = {s: s if self._in_place else row for row, s in enumerate(batch)}
+                calls.append((rows, self._decode_rows(params, bucket, rows, turns, temperature)))
         results: dict[int, Sampled] = {}
-        for batch, outputs in calls:
-            results |= self._collect(batch, turns, *jax.device_get(outputs))
+        for rows, outputs in calls:
+            results |= self._collect(rows, turns, *jax.device_get(outputs))
         return results
 
     def _decode_rows(
         self,
         params: Params,
         bucket: int,
-        batch: list[int],
+        rows: Mapping[int, int],
         turns: Mapping[int, Turn],
         temperature: float,
     ) -> tuple[Array, ...]:
-        """Starts one decode call; `batch` fills its first rows, the others idle."""
-        rows = self.config.decode_rows
-        slots = np.full(rows, self.config.slots, np.int32)
-        pending = np.zeros(rows, np.int32)
-        keys = np.zeros((rows, 2), np.uint32)
-        budgets = np.zeros(rows, np.int32)
-        for row, slot in enumerate(batch):
+        """Starts one decode call; `rows`: the row of each slot in it.  The others idle."""
+        size = self.config.decode_rows
+        slots = np.full(size, self.config.slots, np.int32)
+        pending = np.zeros(size, np.int32)
+        keys = np.zeros((size, 2), np.uint32)
+        budgets = np.zeros(size, np.int32)
+        for slot, row in rows.items():
             slots[row], pending[row] = slot, self._pending[slot]
             keys[row], budgets[row] = turns[slot].key, turns[slot].budget
         self._cache, outputs = self._decode[bucket](
-            params, self._cache, slots, pending, keys, budgets, np.float32(temperature)
+            params,
+            self._cache,
+            None if self._in_place else slots,
+            pending,
+            keys,
+            budgets,
+            np.float32(temperature),
         )
         return outputs
 
     def _collect(
         self,
-        batch: list[int],
+        rows: Mapping[int, int],
         turns: Mapping[int, Turn],
         tokens: np.ndarray,
         logprobs: np.ndarray,
@@ -283,7 +306,7 @@ class Engine:
     ) -> dict[int, Sampled]:
         self.row_steps += int(steps) * self.config.decode_rows
         results = {}
-        for row, slot in enumerate(batch):
+        for slot, row in rows.items():
             count = int(taken[row])
             ids = tokens[:count, row].tolist()
             self._pending[slot] = ids[-1]
@@ -293,139 +316,3 @@ class Engine:
                 ended = "length"
             results[slot] = Sampled(ids, logprobs[:count, row].tolist(), ended)
         return results
-
-
-@dataclass(frozen=True)
-class CacheAxes:
-    """Trees like the cache: the slot axis of each leaf, and its length axis (one entry per
-    token, as keys and values have; -1 where there is none)."""
-
-    slot: Any
-    length: Any
-
-
-def cache_axes(model: ModelConfig, max_len: int) -> CacheAxes:
-    """Found by comparing the shapes of caches of different sizes."""
-
-    def shapes(slots: int, length: int) -> Any:
-        return jax.eval_shape(partial(init_cache, model, slots=slots, max_len=length))
-
-    def axis(small: jax.ShapeDtypeStruct, large: jax.ShapeDtypeStruct) -> int:
-        sizes = zip(small.shape, large.shape, strict=True)
-        differing = [i for i, (a, b) in enumerate(sizes) if a != b]
-        if len(differing) > 1:
-            raise ValueError(f"cache leaf of shape {large.shape} has several slot or length axes")
-        return differing[0] if differing else -1
-
-    one = shapes(1, max_len)
-    by_slot = jax.tree.map(axis, one, shapes(2, max_len))
-    if -1 in jax.tree.leaves(by_slot):
-        raise ValueError("every cache leaf needs a slot axis")
-    return CacheAxes(by_slot, jax.tree.map(axis, one, shapes(1, max_len + 1)))
-
-
-def _where(slots: Array, attend: int, slot_axis: int, length_axis: int) -> tuple:
-    """The index of some slots, and of their first `attend` tokens where a leaf has tokens."""
-    index: list[Any] = [slice(None)] * (max(slot_axis, length_axis) + 1)
-    index[slot_axis] = slots
-    if length_axis >= 0:
-        index[length_axis] = slice(0, attend)
-    return tuple(index)
-
-
-def _take(cache: Cache, axes: CacheAxes, slots: Int[Array, " rows"], attend: int) -> Cache:
-    """The state of some slots as a cache of its own that can hold `attend` tokens."""
-
-    def take(leaf: Array, slot: int, length: int) -> Array:
-        return leaf.at[_where(slots, attend, slot, length)].get(mode="clip")
-
-    return jax.tree.map(take, cache, axes.slot, axes.length)
-
-
-def _put(
-    cache: Cache, axes: CacheAxes, slots: Int[Array, " rows"], attend: int, rows: Cache
-) -> Cache:
-    """The opposite of `_take`; rows whose slot is out of bounds are dropped."""
-
-    def put(leaf: Array, new: Array, slot: int, length: int) -> Array:
-        return leaf.at[_where(slots, attend, slot, length)].set(new, mode="drop")
-
-    return jax.tree.map(put, cache, rows, axes.slot, axes.length)
-
-
-def _append(
-    model: ModelConfig,
-    axes: CacheAxes,
-    max_len: int,
-    params: Params,
-    cache: Cache,
-    slots: Int[Array, " rows"],
-    tokens: Int[Array, "rows bucket"],
-    counts: Int[Array, " rows"],
-    fresh: Bool[Array, " rows"],
-) -> Cache:
-    rows = reset_slots(_take(cache, axes, slots, max_len), fresh)
-    _, rows = extend(model, params, rows, tokens, counts)
-    return _put(cache, axes, slots, max_len, rows)
-
-
-def _share(
-    axes: CacheAxes,
-    max_len: int,
-    cache: Cache,
-    origins: Int[Array, " rows"],
-    targets: Int[Array, " rows"],
-) -> Cache:
-    return _put(cache, axes, targets, max_len, _take(cache, axes, origins, max_len))
-
-
-def _decode(
-    model: ModelConfig,
-    axes: CacheAxes,
-    attend: int,
-    steps: int,
-    stop_id: int,
-    params: Params,
-    cache: Cache,
-    slots: Int[Array, " rows"],
-    pending: Int[Array, " rows"],
-    keys: UInt32[Array, "rows 2"],
-    budgets: Int[Array, " rows"],
-    temperature: Float[Array, ""],
-) -> tuple[Cache, tuple[Array, Array, Array, Array]]:
-    """Tokens and logprobs [steps, rows], how many of them count per row, and steps run."""
-    rows = pending.shape[0]
-    head = unembedding(params).astype(model.dtype)  # as the learner scores
-
-    def running(state: tuple) -> Array:
-        step, _, _, active, *_ = state
-        return (step < steps) & active.any()
-
-    blocks = unstacked(model, params) if model.unrolled else None
-
-    def advance(state: tuple) -> tuple:
-        step, cache, pending, active, tokens, logprobs, taken = state
-        hidden, cache = extend(
-            model, params, cache, pending[:, None], active.astype(jnp.int32), blocks=blocks
-        )
-        logits = jnp.dot(hidden[:, 0], head, preferred_element_type=jnp.float32)
-        # The new token's index is the number of tokens fed before it.
-        token, logprob = sample(logits, keys, cache["length"], temperature)
-        pending = jnp.where(active, token, pending)
-        taken = taken + active
-        tokens = tokens.at[step].set(token)
-        logprobs = logprobs.at[step].set(logprob)
-        active = active & (token != stop_id) & (taken < budgets)
-        return step + 1, cache, pending, active, tokens, logprobs, taken
-
-    state = (
-        jnp.int32(0),
-        _take(cache, axes, slots, attend),  # once, as a slice in the loop would be taken each step
-        pending,
-        budgets > 0,
-        jnp.zeros((steps, rows), jnp.int32),
-        jnp.zeros((steps, rows), jnp.float32),
-        jnp.zeros(rows, jnp.int32),
-    )
-    step, part, _, _, tokens, logprobs, taken = jax.lax.while_loop(running, advance, state)
-    return _put(cache, axes, slots, attend, part), (tokens, logprobs, taken, step)
