@@ -19,10 +19,12 @@ from typing import Any
 import jax
 
 from envs.fast_ask.env import TOOLS
+from envs.pool import Event
 from experiments.bench.report import report
 from experiments.config import option, parse, run_main
 from experiments.fast_ask import PRESET_CONFIGS, environments, load
 from fastask_jax.rollout.engine import Engine
+from fastask_jax.rollout.pools import Pool
 from fastask_jax.rollout.scheduler import Scheduler
 
 
@@ -40,16 +42,14 @@ class Config:
 class Waiting:
     """A pool that counts the seconds in which somebody waits for it with nothing else to do."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool, self.seconds = pool, 0.0
+        self.reset, self.step, self.drop = pool.reset, pool.step, pool.drop
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def poll(self, patience: float) -> Any:
+    def poll(self, timeout: float | None = None) -> list[Event]:
         began = time.perf_counter()
-        events = self._pool.poll(patience)
-        if patience > 0:
+        events = self._pool.poll(timeout)
+        if timeout != 0:
             self.seconds += time.perf_counter() - began
         return events
 
@@ -58,9 +58,9 @@ def compilations() -> list[float]:
     """A list that gets the seconds of whatever XLA compiles from now on."""
     seen: list[float] = []
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seen

@@ -37,7 +37,8 @@ def attention(
     Args:
       q: `[B, T, H, K]`.
       k, v: `[B, T, G, K]`; query head h reads key/value head `h // (H // G)`.
-      segment_ids: `[B, T]` int32; equal ids see each other.  Padding (0) is a segment of its own.
+      segment_ids: `[B, T]` int32; a run of equal ids is a segment, and no id comes back in another
+        run.  Padding (0) is a segment of its own; it must be finite like all else.
       implementation: "reference", "xla" (few large products), "blocks" (loops over small ones)
         or "splash" (the TPU kernel); the default, "auto", is "blocks" on CPU, "splash" on TPU,
         else "xla".
@@ -48,8 +49,17 @@ def attention(
     Raises:
       ValueError: shapes that don't fit, or an unknown implementation.
     """
-    if q.ndim != 4 or k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[:2] != k.shape[:2]:
+    if (
+        q.ndim != 4
+        or k.shape != v.shape
+        or k.ndim != 4
+        or (*k.shape[:2], k.shape[3]) != (*q.shape[:2], q.shape[3])
+        or 0 in (*q.shape[2:], k.shape[2])
+        or q.shape[2] % k.shape[2]
+    ):
         raise ValueError(f"attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}")
     if segment_ids.shape != q.shape[:2]:
         raise ValueError(f"segment_ids must be {q.shape[:2]}, got {segment_ids.shape}")
+    if not q.size:
+        return q
     return pick("attention", _IMPLEMENTATIONS, implementation)(q, k, v, segment_ids)

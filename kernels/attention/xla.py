@@ -103,9 +103,18 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array
 
     Returns:
       `[S, T, H, K]` in the type of `q`.
+
+    Raises:
+      ValueError: shapes that don't fit.
     """
     slots, tokens, heads, width = q.shape
     groups, room = v.shape[1:3]
+    fits = v.shape == (slots, groups, room, width) and k.shape == (slots, groups, width, room)
+    if not fits or not room or heads % max(1, groups) or length.shape != (slots,):
+        raise ValueError(
+            f"cached_attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}, length "
+            f"{length.shape}"
+        )
     repeat = heads // groups
     grouped = q.reshape(slots, tokens, groups, repeat, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(slots, groups, repeat * tokens, width)

@@ -9,9 +9,14 @@ Every product is float32 at full precision: the inverse loses digits otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax import numpy as jnp
+
+# As `jnp` has them, at full precision.
+matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
@@ -86,7 +91,7 @@ def _unit_lower_inverse(system: jax.Array) -> jax.Array:
     if size % 2 == 0 and size > 16:
         first = _unit_lower_inverse(system[..., :half, :half])
         second = _unit_lower_inverse(system[..., half:, half:])
-        corner = -jnp.matmul(jnp.matmul(second, system[..., half:, :half]), first)
+        corner = -matmul(matmul(second, system[..., half:, :half]), first)
         top = jnp.pad(first, [(0, 0)] * (system.ndim - 1) + [(0, size - half)])
         return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
     index = jnp.arange(size)
@@ -99,7 +104,7 @@ def _unit_lower_inverse(system: jax.Array) -> jax.Array:
         if block == 1:
             inverse = inverse - link
         else:
-            inverse = inverse - jnp.matmul(jnp.matmul(inverse, link), inverse)
+            inverse = inverse - matmul(matmul(inverse, link), inverse)
         block *= 2
     return inverse
 
@@ -111,7 +116,7 @@ def _inverse_forward(system):
 
 def _inverse_backward(inverse, cotangent):
     transposed = jnp.swapaxes(inverse, -1, -2)
-    gradient = -jnp.matmul(jnp.matmul(transposed, cotangent), transposed)
+    gradient = -matmul(matmul(transposed, cotangent), transposed)
     return (jnp.tril(gradient, -1),)
 
 

@@ -16,7 +16,13 @@ from jax import numpy as jnp
 
 from kernels.choice import target_platform
 from kernels.gated_delta import scan
-from kernels.gated_delta.chunk import masked_exp, relative_runs, unit_lower_inverse
+from kernels.gated_delta.chunk import (
+    einsum,
+    masked_exp,
+    matmul,
+    relative_runs,
+    unit_lower_inverse,
+)
 
 # Tokens of a block.
 _BLOCK = 1024
@@ -106,34 +112,34 @@ def _block(
     # Decays between two tokens are summed, not taken as differences of running sums: neither the
     # values nor their gradients then cancel.
     single = jnp.where(lower, log_decay[..., None, :], 0.0)
-    between = jnp.matmul(single, jnp.tril(jnp.ones((chunk, chunk)), -1))
+    between = matmul(single, jnp.tril(jnp.ones((chunk, chunk), jnp.float32), -1))
     cumulative = jnp.sum(single, axis=-1)
     decay = masked_exp(between, related)
     into = masked_exp(cumulative, reads_state)
     out_of = masked_exp(between[..., -1, :], feeds_state)
     across = masked_exp(cumulative[..., -1], keeps_state)
 
-    product = jnp.einsum("bhnck,bhndk->bhncd", k, k)
+    product = einsum("bhnck,bhndk->bhncd", k, k)
     system = jnp.where(jnp.tril(lower, -1), product * decay * beta[..., None], 0.0)
     inverse = unit_lower_inverse(system)
     # Both right-hand sides share the inverse: corrected values, and what they owe to the state.
     owed = (beta * into)[..., None] * k
-    solved = jnp.matmul(inverse, jnp.concatenate([beta[..., None] * v, owed], axis=-1))
-    fed = jnp.einsum("bhnck,bhncv->bhnkv", k * out_of[..., None], solved)
+    solved = matmul(inverse, jnp.concatenate([beta[..., None] * v, owed], axis=-1))
+    fed = einsum("bhnck,bhncv->bhnkv", k * out_of[..., None], solved)
     value, owed = solved[..., :width], solved[..., width:]
     drive, removal = fed[..., :width], fed[..., width:]
 
     def step(state, coefficients):
         drive, removal, across = coefficients
-        after = across[..., None, None] * state + drive - jnp.matmul(removal, state)
+        after = across[..., None, None] * state + drive - matmul(removal, state)
         return after, state
 
     coefficients = (jnp.moveaxis(x, 2, 0) for x in (drive, removal, across))
     final, states = jax.lax.scan(step, state, tuple(coefficients))
     states = jnp.moveaxis(states, 0, 2)
-    scores = jnp.einsum("bhnck,bhndk->bhncd", q, k) * decay
-    corrected = value - jnp.matmul(owed, states)
-    return jnp.matmul(scores, corrected) + jnp.matmul(q * into[..., None], states), final
+    scores = einsum("bhnck,bhndk->bhncd", q, k) * decay
+    corrected = value - matmul(owed, states)
+    return matmul(scores, corrected) + matmul(q * into[..., None], states), final
 
 
 def _one_token(state, q, k, v, log_decay, beta):

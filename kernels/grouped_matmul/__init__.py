@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from jax import numpy as jnp
 
 from kernels.choice import pick
 from kernels.grouped_matmul import megablox, reference, xla
@@ -37,9 +38,13 @@ def grouped_matmul(
     Raises:
       ValueError: shapes that don't fit, or an unknown implementation.
     """
-    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1] or not len(weights):
         raise ValueError(f"grouped_matmul needs x [N, D], weights [E, D, F]; got {x.shape}, "
                          f"{weights.shape}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be {weights.shape[:1]}, got {sizes.shape}")
-    return pick("grouped_matmul", _IMPLEMENTATIONS, implementation)(x, weights, sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(f"sizes must be integers, not {sizes.dtype}")
+    multiply = pick("grouped_matmul", _IMPLEMENTATIONS, implementation)
+    # Sums of sizes may be more than the sizes' own type can hold.
+    return multiply(x, weights, sizes.astype(jnp.int32)).astype(x.dtype)

@@ -37,7 +37,7 @@ def linear_logprob(
     Args:
       hidden: `[..., D]`, any float type.
       head: `[D, V]`, any float type.
-      ids: `[...]` int32 in `[0, V)`.
+      ids: `[...]` int32 in `[0, V)`; the logprob of any other is NaN.
       temperature: a positive scalar, or an array broadcastable to `ids`.  Not differentiated.
       mask: `[...]` bool, the tokens that are wanted; all when None.  The work is in proportion
         to their number, so masking the rest here is cheaper than ignoring it afterwards.
@@ -55,21 +55,38 @@ def linear_logprob(
     Raises:
       ValueError: shapes that don't fit, or an unknown implementation.
     """
-    if hidden.shape[:-1] != ids.shape or head.ndim != 2 or hidden.shape[-1] != head.shape[0]:
+    ids = jnp.asarray(ids)
+    if (
+        not hidden.ndim
+        or hidden.shape[:-1] != ids.shape
+        or head.ndim != 2
+        or hidden.shape[-1] != head.shape[0]
+        or 0 in head.shape
+    ):
         raise ValueError(
             "linear_logprob needs hidden [..., D], head [D, V] and ids [...]; got "
             f"{hidden.shape}, {head.shape} and {ids.shape}"
         )
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"mask must be {ids.shape} like ids, got {mask.shape}")
+    if not ids.size:
+        return (jnp.zeros(ids.shape),) * 3
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if mask is not None:
+        # Tokens that aren't wanted may hold anything, NaN too.
+        mask = mask.astype(bool)
+        temperature, ids = jnp.where(mask, temperature, 1.0), jnp.where(mask, ids, 0)
+    words = head.shape[1] if axis_name is None else jax.lax.axis_size(axis_name) * head.shape[1]
+    known = (ids >= 0) & (ids < words)
     score = pick("linear_logprob", _IMPLEMENTATIONS, implementation)
     lead = ids.shape
     logprob, entropy, lse = score(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
         ids.reshape(-1),
-        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), lead).reshape(-1),
-        None if mask is None else mask.astype(bool).reshape(-1),
+        jnp.broadcast_to(temperature, lead).reshape(-1),
+        None if mask is None else mask.reshape(-1),
         axis_name,
     )
-    return logprob.reshape(lead), entropy.reshape(lead), lse.reshape(lead)
+    logprob = jnp.where(known, logprob.reshape(lead), jnp.nan)
+    return logprob, entropy.reshape(lead), lse.reshape(lead)

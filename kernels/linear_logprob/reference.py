@@ -19,6 +19,8 @@ def linear_logprob(
     three `[N]` float32; V is this device's part where `axis_name` is."""
     if axis_name is not None:
         head = jax.lax.all_gather(head, axis_name, axis=1, tiled=True)
+    if mask is not None:  # what isn't wanted may hold anything, NaN too
+        hidden = jnp.where(mask[:, None], hidden, 0)
     wide = jnp.promote_types(jnp.result_type(hidden, head), jnp.float32)
     logits = jnp.matmul(hidden, head, preferred_element_type=wide)
     logits = logits.astype(wide) / jax.lax.stop_gradient(temperature)[:, None]

@@ -118,3 +118,28 @@ def test_bad_arguments_are_refused():
         attention(q, k, v, ids[:, :4])
     with pytest.raises(ValueError, match="unknown implementation 'paged'"):
         attention(q, k, v, ids, implementation="paged")
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+def test_shapes_at_the_edge(implementation):
+    q, k, v, _ = example(1, 8)
+    ids = jnp.ones((1, 8), jnp.int32)
+    wide = jnp.ones((1, 8, 2, 32))
+    for other in ((wide, wide), (k[0], v[0]), (k[:, :, :0], v[:, :, :0])):
+        with pytest.raises(ValueError, match="attention shapes don't fit"):
+            attention(q, *other, ids, implementation=implementation)
+    for part in (np.s_[:0], np.s_[:, :0]):
+        empty = [x[part] for x in (q, k, v, ids)]
+        assert attention(*empty, implementation=implementation).shape == q[part].shape
+
+
+def test_a_cache_of_another_shape_is_refused():
+    q = jnp.ones((2, 1, 4, 8))
+    k, v, length = jnp.ones((2, 2, 8, 16)), jnp.ones((2, 2, 16, 8)), jnp.zeros(2, jnp.int32)
+    assert cached_attention(q, k, v, length).shape == q.shape
+    for bad in (
+        (q, k, v, length[:1]), (q, v, v, length), (q, k, v[:, :, :9], length),
+        (q, k[..., :0], v[:, :, :0], length), (q[:, :, :3], k, v, length),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="cached_attention shapes don't fit"):
+            cached_attention(*bad)

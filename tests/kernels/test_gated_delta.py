@@ -1,8 +1,10 @@
 """The chunked gated delta rule against the token-by-token definition."""
 
+import functools
 import sys
 
 import jax
+import jax.extend
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -176,3 +178,66 @@ def test_bad_arguments_are_refused():
         gated_delta(q, k, v, log_decay, beta, implementation="mosaic")
     with pytest.raises(ValueError, match="not both"):
         causal_conv(v[:, :, 0], jnp.ones((4, 12)), jnp.ones((1, 8)), jnp.zeros((1, 3, 12)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("width", [4, 64])
+def test_a_decay_of_minus_infinity_is_a_reset(implementation, width):
+    x = jnp.full((1, 4, 1, width), width**-0.5)
+    beta = jnp.full((1, 4, 1), 0.5)
+    decay = jnp.zeros((1, 4, 1)).at[0, 2].set(-jnp.inf)
+    run = jax.value_and_grad(
+        lambda x: jnp.sum(gated_delta(x, x, x, decay, beta, implementation=implementation)[0])
+    )
+    value, gradient = run(x)
+    # In units of a token's value, the state holds 1/2, 3/4, and again 1/2, 3/4.
+    np.testing.assert_allclose(value, 2 * (0.5 + 0.75) * width**0.5, rtol=1e-6)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_shapes_at_the_edge(implementation):
+    inputs, state, _ = example(2, 8)
+    op = functools.partial(gated_delta, implementation=implementation)
+    for bad in (state[:1], state[:, :1], state[..., :1]):
+        with pytest.raises(ValueError, match="initial_state must be"):
+            op(*inputs, None, bad)
+    with pytest.raises(ValueError, match="segment_ids must be"):
+        op(*inputs, jnp.ones((2, 7), jnp.int32))
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        op(*inputs, chunk=0)
+    out, after = op(*(x[:, :0] for x in inputs), None, state)
+    assert out.shape == (*inputs[2].shape[:1], 0, *inputs[2].shape[2:])
+    np.testing.assert_array_equal(after, state)
+    assert op(*(x[:0] for x in inputs))[1].shape == (0, *state.shape[1:])
+
+
+def test_a_convolution_of_another_shape_is_refused():
+    x, weight = jnp.ones((1, 5, 2)), jnp.ones((3, 2))
+    for state in (jnp.zeros((1, 3, 2)), jnp.zeros((1, 1, 2)), jnp.zeros((2, 2, 2))):
+        with pytest.raises(ValueError, match=r"the state must be \(1, 2, 2\)"):
+            causal_conv(x, weight, None, state)
+    with pytest.raises(ValueError, match="segment_ids must be"):
+        causal_conv(x, weight, jnp.ones((1, 4)))
+    with pytest.raises(ValueError, match="causal_conv needs"):
+        causal_conv(x, weight[:, :1])
+
+
+def test_products_are_exact_where_the_platform_would_round():
+    """Accelerators multiply float32 in fewer bits unless told otherwise."""
+    inputs, _, _ = example(1, 40)
+    traced = jax.make_jaxpr(
+        jax.grad(lambda v: gated_delta(*inputs[:2], v, *inputs[3:], implementation="xla")[0].sum())
+    )(inputs[2])
+    dots = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    found = [equation.params["precision"] for equation in dots]
+    assert len(found) > 10
+    highest = jax.lax.Precision.HIGHEST
+    assert all(precision == (highest, highest) for precision in found)
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)

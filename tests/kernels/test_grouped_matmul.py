@@ -98,3 +98,21 @@ def test_bad_arguments_are_refused():
         grouped_matmul(x, weights, jnp.asarray([8]))
     with pytest.raises(ValueError, match="unknown implementation 'dense'"):
         grouped_matmul(x, weights, jnp.asarray([4, 4]), implementation="dense")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "uint32", "int64"])
+def test_sizes_of_any_integer_type(implementation, kind):
+    x, weights = jnp.ones((200, 1)), jnp.asarray([[[1.0]], [[2.0]]])
+    got = grouped_matmul(x, weights, np.asarray([100, 100], kind), implementation=implementation)
+    np.testing.assert_array_equal(got[::50, 0], [1, 1, 2, 2])
+    assert grouped_matmul(
+        x.astype("bfloat16"), weights, np.asarray([100, 100], kind), implementation=implementation
+    ).dtype == jnp.bfloat16
+
+
+def test_no_groups_and_sizes_that_aren_t_counts():
+    with pytest.raises(ValueError, match="grouped_matmul needs"):
+        grouped_matmul(jnp.ones((4, 2)), jnp.ones((0, 2, 3)), jnp.zeros(0, jnp.int32))
+    with pytest.raises(ValueError, match="sizes must be integers"):
+        grouped_matmul(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.ones(1))

@@ -226,3 +226,47 @@ def test_a_split_vocabulary_gives_the_whole_one_s_values_and_gradients():
     assert done.returncode == 0, done.stderr[-3000:]
     errors = [float(line) for line in done.stdout.split()]
     assert len(errors) == 30 and max(errors) < 1e-6, errors
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_what_isn_t_wanted_may_hold_anything(implementation):
+    hidden, head, ids, _ = example(6, 8, 20)
+    mask = jnp.arange(6) % 2 == 0
+    heat = jnp.where(mask, 0.7, jnp.asarray([1, 0, 1, jnp.nan, 1, 1e-40]))
+
+    def loss(hidden, head, ids, heat, mask):
+        logprob, entropy, lse = linear_logprob(
+            hidden, head, ids, heat, mask, implementation=implementation
+        )
+        return jnp.sum(logprob + entropy + 0.1 * lse)
+
+    dirty = jnp.where(mask[:, None], hidden, jnp.nan)
+    got = jax.value_and_grad(loss, (0, 1))(dirty, head, jnp.where(mask, ids, -5), heat, mask)
+    wanted = jax.value_and_grad(loss, (0, 1))(hidden[::2], head, ids[::2], 0.7, None)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(got[1][0][::2], wanted[1][0], atol=1e-6)
+    np.testing.assert_allclose(got[1][1], wanted[1][1], atol=1e-6)
+    assert not jnp.any(got[1][0][1::2])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_an_id_outside_of_the_vocabulary_has_no_logprob(implementation):
+    hidden, head, _, _ = example(4, 8, 20)
+    ids = np.asarray([20, -1, 19, 0])  # not yet on a device
+    run = jax.jit(lambda hidden: linear_logprob(hidden, head, ids, implementation=implementation))
+    logprob, entropy, _ = run(hidden)
+    assert jnp.isnan(logprob).tolist() == [True, True, False, False]
+    assert jnp.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_sizes_at_the_edge(implementation):
+    hidden, head, ids, _ = example(4, 8, 20)
+    for shape in ((0,), (2, 0)):
+        found = linear_logprob(
+            jnp.ones((*shape, 8)), head, jnp.zeros(shape, jnp.int32), implementation=implementation
+        )
+        assert [x.shape for x in found] == [shape] * 3
+    for bad in ((hidden, head[:, :0]), (hidden[:, :0], head[:0])):
+        with pytest.raises(ValueError, match="linear_logprob needs"):
+            linear_logprob(*bad, ids, implementation=implementation)
