@@ -137,7 +137,6 @@ class Ledger(Generic[Payload]):
 
     def take(self) -> list[Finished[Payload]] | None:
         """A batch for the next update, the oldest first; None while too few groups wait."""
-        self._drop()
         if len(self._waiting) < self.batch:
             return None
         self._waiting.sort(key=lambda group: (group.oldest, group.number))

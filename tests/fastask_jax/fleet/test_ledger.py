@@ -82,6 +82,20 @@ def test_groups_without_signal_make_room():
     assert ledger.permits() == 1 and ledger.counts == Counter(dull=3)
 
 
+def test_what_is_lost_or_cut_off_begins_again():
+    ledger = Ledger(batch=2, max_staleness=1)
+    numbers = [ledger.begin() for _ in range(4)]
+    ledger.lose(numbers[2])
+    ledger.lose(numbers[1])
+    assert [ledger.begin(), ledger.begin()] == [2, 1] and ledger.counts["lost"] == 2
+    ledger.sampled(3, 0)
+    ledger.finish(3, "waits")
+    resumed = Ledger(batch=2, max_staleness=1)
+    resumed.restore(ledger.state())
+    assert resumed.waiting == 1 and resumed.under_way == 0
+    assert [resumed.begin() for _ in range(3)] == [0, 1, 2] and not resumed.permits()
+
+
 def test_spare_groups_race():
     ledger = Ledger(batch=2, spare=1)
     numbers = [ledger.begin() for _ in range(3)]

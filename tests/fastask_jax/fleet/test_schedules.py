@@ -140,9 +140,18 @@ class World:
         state = self.fleet.state(lambda t: [t.task, t.versions[1:].tolist()])
         return json.dumps([state, sorted(self.taken)])
 
+    def account(self):
+        """Every task that was ever dealt has one fate, waits, is under way or begins again."""
+        state = self.fleet.ledger.state()
+        fates = sum(state["counts"].get(f, 0) for f in ("taken", "dull", "cancelled", "dropped"))
+        held = [*state["again"], *(number for number, _, _ in state["waiting"])]
+        assert len(set(held)) == len(held) and not self.taken & set(held)
+        assert state["next"] == fates + len(held)
+
     def run(self):
         for _ in range(100_000):
             self.evaluate()
+            self.account()
             if self.fleet.ledger.version == self.steps and not self.evaluating:
                 return
             self.learn()
