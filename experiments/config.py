@@ -189,8 +189,8 @@ def _build(cls: type, base: Any, values: Mapping[str, Any], prefix: str) -> Any:
     try:
         return cls(**kwargs) if base is None else dataclasses.replace(base, **kwargs)
     except ValueError as error:
-        where = f"{prefix[:-1]}: " if prefix else ""
-        raise UsageError(f"{where}{error}") from error
+        named = not prefix or str(error).startswith(prefix)
+        raise UsageError(str(error) if named else f"{prefix[:-1]}: {error}") from error
 
 
 def _value_at(base: Any, cls: type, dotted: str) -> Any:

@@ -185,8 +185,8 @@ def run_one(
         return {**row, "status": "failed", "error": wanted}
     command = _command(sweep, values)
     held = _held_config(run_dir)
-    if held is not None and _settings(held) != _settings(wanted):
-        different = [k for k in wanted if k not in _PLACE and held.get(k) != wanted[k]]
+    different = [k for k in wanted if k not in _PLACE and not _same((held or {}).get(k), wanted[k])]
+    if held is not None and (different or set(held) - set(wanted)):
         error = f"{run_dir} holds a run with other settings ({', '.join(different) or 'fields'})"
         return {**row, "status": "failed", "error": f"{error}; give another --run-dir"}
     if held is not None and (run_dir / "summary.json").exists():
@@ -246,8 +246,11 @@ def _held_config(run_dir: Path) -> dict[str, Any] | None:
     return held if isinstance(held, dict) else None
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if k not in _PLACE}
+def _same(held: Any, wanted: Any) -> bool:
+    """Whether a run has what is wanted; what was left to it ("auto") may have become anything."""
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        return held.keys() == wanted.keys() and all(_same(held[k], wanted[k]) for k in held)
+    return held == wanted or (wanted == "auto" and isinstance(held, str))
 
 
 def _has_files(folder: Path) -> bool:

@@ -51,7 +51,8 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return FAILED, f"error: {error.strerror.lower()}: {error.filename}"
     text = _one_line(error)
-    if isinstance(error, (OSError, ValueError)) and text:
+    missing_extra = isinstance(error, ModuleNotFoundError) and "pip install" in text
+    if (isinstance(error, (OSError, ValueError)) or missing_extra) and text:
         return FAILED, f"error: {text}"
     name = type(error).__name__
     return FAILED, f"error: {name}: {text} (--debug true shows where)".replace(":  (", " (")

@@ -38,9 +38,10 @@ COUNTS = ("taken", "dull", "cancelled", "dropped", "lost")
 class Collected:
     """What a step learns from, and what it tells of.
 
-    useful: valid trajectories of groups with signal, advantages set.  ended: all that have ended
-    since the step before, for averages: over the useful ones alone they would not be those of the
-    policy.  groups: number and oldest version of the groups that an asynchronous step takes.
+    useful: valid trajectories of groups with signal, advantages set.  ended: those of the groups
+    that the step takes and, for averages, of groups without signal that have ended since the step
+    before: over the useful ones alone averages would not be those of the policy.  groups: number
+    and oldest version of the groups that an asynchronous step takes.
     """
 
     useful: list[Trajectory]
@@ -223,16 +224,14 @@ class Asynchronous:
     def collect(self, step: int) -> Collected:
         """The oldest groups that wait; waits for them."""
         groups = self.fleet.take()
-        drained = self.fleet.drain()
-        ended = [trajectory for group in drained for trajectory in group]
         useful = [trajectory for group in groups for trajectory in group.payload]
+        dull = self.fleet.drain_dull()
         values = self._usage_values() | self._count_values()
         stale = [self._ledger.staleness(group) for group in groups]
         values["rollout/group_staleness"] = float(np.mean(stale))
         values["rollout/group_staleness_max"] = max(stale)
-        if drained:
-            signal = [any(t.advantage for t in group) for group in drained]
-            values["train/with_signal"] = float(np.mean(signal))
+        values["train/with_signal"] = len(groups) / (len(groups) + len(dull))
+        ended = [*useful, *(trajectory for group in dull for trajectory in group)]
         taken = [(group.number, group.oldest) for group in groups]
         return Collected([t for t in useful if t.valid], ended, values, taken)
 

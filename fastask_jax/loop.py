@@ -160,8 +160,9 @@ class Trainer:
             stack.enter_context(self.source)
             self._publish(state)
             if done is None:
-                tasks = len(self.eval_tasks)
-                progress.note(f"evaluating {tasks} tasks; what runs for the first time compiles")
+                count = len(self.eval_tasks)
+                tasks = f"{count} task" + "s" * (count != 1)
+                progress.note(f"evaluating {tasks}; what runs for the first time compiles")
                 values = self._evaluate(0, progress)
                 metrics.write(0, values | self._wall())
                 self._save(0, state)

@@ -84,7 +84,7 @@ class Fleet:
         self._spent = 0  # restarts since the last batch
         # What was published last, as links carry it; the learner's own arrays are soon gone.
         self._weights: dict[str, Weights] = {}
-        self._ended: list[list[Trajectory]] = []
+        self._dull: list[list[Trajectory]] = []
         self._evaluated: dict[Hashable, list[Trajectory]] | None = None
         self._wanted = 0  # groups of the evaluation under way
         self._progress = clock()
@@ -178,10 +178,10 @@ class Fleet:
                 for key in [key for key, begin in member.begun.items() if begin.first]:
                     self._cancel(key)
 
-    def drain(self) -> list[list[Trajectory]]:
-        """The groups that have ended since the last call."""
+    def drain_dull(self) -> list[list[Trajectory]]:
+        """The groups without signal that have ended since the last call."""
         with self._changed:
-            ended, self._ended = self._ended, []
+            ended, self._dull = self._dull, []
             return ended
 
     def counts(self) -> tuple[dict[str, int], int, int]:
@@ -260,7 +260,8 @@ class Fleet:
                 for trajectory in news.trajectories:
                     trajectory.group = number
                 signal = self._judge(news.trajectories)
-                self._ended.append(news.trajectories)
+                if not signal:
+                    self._dull.append(news.trajectories)
                 self.ledger.finish(number, news.trajectories, signal)
             elif self._evaluated is not None:
                 self._evaluated[news.key] = news.trajectories

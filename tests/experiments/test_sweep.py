@@ -4,12 +4,14 @@ import csv
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from experiments.config import UsageError, run_main
+from experiments import fast_ask
+from experiments import sweep as sweeps
+from experiments.config import UsageError, run_main, save_config
 from experiments.sweep import main, parse_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -193,3 +195,22 @@ def test_help_and_unknown_field_of_the_experiment(place, sweep) -> None:
         "error: unknown field --skil; did you mean --skill? (--help lists every field)\n"
     )
     assert not (place / "out").exists()
+
+
+def test_a_finished_training_run_is_skipped(tmp_path) -> None:
+    """Its config holds which kernels it chose, where the sweep asks for "auto"."""
+    plan = sweeps.parse_sweep(
+        ["fast_ask", "--grid", "loop.steps=1,2", "--preset", "tiny", "--run-dir", str(tmp_path)]
+    )
+    [values, _] = plan.combinations()
+    wanted = sweeps.resolve(plan, values)
+    assert isinstance(wanted, dict) and wanted["kernels"]["attention"] == "auto"
+    run_dir = tmp_path / "loop.steps=1"
+    config = fast_ask.PRESET_CONFIGS["tiny"]
+    config = replace(config, run_dir=run_dir, loop=replace(config.loop, steps=1))
+    save_config(replace(config, kernels=config.kernels.resolved()), run_dir)
+    numbers = {name: 0.5 for name in sweeps.NUMBERS}
+    (run_dir / "summary.json").write_text(json.dumps({"policies": {"trained": numbers}}))
+    assert sweeps.run_one(plan, values, wanted)["status"] == "done before"
+    other = wanted | {"kernels": wanted["kernels"] | {"attention": "reference"}}
+    assert "other settings (kernels)" in sweeps.run_one(plan, values, other)["error"]
