@@ -7,10 +7,13 @@ on stderr, or the full traceback where the person asked for it.
 from __future__ import annotations
 
 import errno
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -34,6 +37,30 @@ def resumable(run_dir: object) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(f"resume with --run-dir {run_dir} --resume true") from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, a first Ctrl-C waits for the end of the block; a second one doesn't.  For short
+    work that others couldn't finish; in the main thread only, as Ctrl-C is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held and callable(before):
+            before(*held[0])
 
 
 def explain(error: BaseException) -> tuple[int, str]:

@@ -38,6 +38,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # the paths that Orbax's handlers take
 
+from fastask_jax._exit import uninterrupted
 from fastask_jax.distributed import Channel, PeerError, is_main
 from fastask_jax.learn.checkpoint_arrays import (
     abstract_leaf,
@@ -136,16 +137,19 @@ class Checkpointer:
             texts = self._channel.exchange("host states", hashlib.sha256(text.encode()).hexdigest())
             self._channel.on_main("preparing", lambda: self._prepare(step, partial, state, text))
             own = None if texts[jax.process_index()] == texts[0] else text
-            futures = self._channel.run("copying", lambda: self._begin(partial, state, own))
+            # What Orbax has begun, somebody has to wait for.
+            with uninterrupted():
+                futures = self._channel.run("copying", lambda: self._begin(partial, state, own))
+                self._thread = threading.Thread(
+                    target=self._commit_in_background,
+                    args=(step, partial, futures, signature(state)),
+                    name=f"checkpoint-{step}",
+                )
+                self._thread.start()
         except CheckpointError:
             raise
         except Exception as error:
             raise self._failed(step, partial, error) from error
-        arguments = (step, partial, futures, signature(state))
-        self._thread = threading.Thread(
-            target=self._commit_in_background, args=arguments, name=f"checkpoint-{step}"
-        )
-        self._thread.start()
         if wait:
             self.wait()
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fastask_jax._exit import uninterrupted
+from fastask_jax.learn import checkpoint as checkpoint_module
 from fastask_jax.learn import checkpoint_files
 from fastask_jax.learn.checkpoint import (
     MARKER,
@@ -278,6 +280,34 @@ def run(code, *arguments, prefix=(), devices=1):
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
     )
+
+
+def test_ctrl_c_while_a_save_begins_lets_it_end(checkpointer, monkeypatch, capfd):
+    monkeypatch.setattr(checkpoint_module, "signature", lambda state: os.kill(os.getpid(), 2))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, state(1.0), {})
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    checkpointer.close()
+    assert checkpointer.latest() == 1
+    assert not capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = []
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("first")
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("second")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["first"]
 
 
 @pytest.mark.slow
