@@ -198,7 +198,7 @@ class Asynchronous:
         self.fleet = Fleet(
             links, self._ledger, deal, batches.copies, str(batches.seed),
             lambda group: all(judged(group, batches.kind)),
-            patience=config.patience, restarts=config.restarts,
+            patience=config.patience, silence=config.silence, restarts=config.restarts,
         )  # fmt: skip
         self._begun = False
         self._usage: list[Usage | None] = [None] * len(links)

@@ -22,7 +22,9 @@ class FleetConfig:
         nodes offer.  Ray hides GPUs from a replica that asks for none.
     patience: seconds without a group that begins or ends, while the learner waits, after which the
         run ends and says who waits for whom.  Compiling counts: be generous.
-    restarts: deaths of replicas that are borne between two updates.
+    silence: seconds without a word from a replica that has work, after which it is stopped and
+        started anew (in processes and with Ray).  It says nothing while it compiles.
+    restarts: losses of replicas that are borne between two updates.
     """
 
     max_staleness: int = 2
@@ -32,6 +34,7 @@ class FleetConfig:
     ray_address: str = ""
     ray_resources: tuple[str, ...] = ("CPU=1",)
     patience: float = 1200.0
+    silence: float = 600.0
     restarts: int = 10
 
     def __post_init__(self) -> None:
@@ -43,8 +46,9 @@ class FleetConfig:
         if self.place not in ("thread", "process", "ray"):
             raise ValueError(f'fleet.place is "thread", "process" or "ray", not {self.place!r}')
         self.ray_request()  # checks the form
-        if not self.patience > 0:
-            raise ValueError(f"fleet.patience must be above 0 seconds, not {self.patience}")
+        for name in ("patience", "silence"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"fleet.{name} must be above 0 seconds, not {getattr(self, name)}")
 
     def ray_request(self) -> dict[str, float]:
         """`ray_resources` by name.  Raises ValueError for what isn't NAME=AMOUNT."""

@@ -58,6 +58,8 @@ class Fleet:
     deal: the task of a group, by its number in the stream of tasks.
     judge: whether a finished group teaches anything; may set its advantages.
     patience: seconds without a group that begins or ends after which whoever waits gives up.
+    silence: seconds without a word after which a replica that has work counts as dead and is
+        stopped, where it is one that can be started anew.
     restarts: how many deaths of replicas are borne between two batches.
     deaths: replicas that have died so far.
     """
@@ -72,13 +74,14 @@ class Fleet:
         judge: Callable[[list[Trajectory]], bool],
         *,
         patience: float = 600.0,
+        silence: float = 600.0,
         restarts: int = 10,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not links:
             raise ValueError("a fleet has at least one replica")
         self.ledger, self.copies, self.seed, self.patience = ledger, copies, seed, patience
-        self.deaths = 0
+        self.deaths, self._silence = 0, silence
         self._deal, self._judge, self._restarts, self._clock = deal, judge, restarts, clock
         self._members = [_Member(link) for link in links]
         self._spent = 0  # restarts since the last batch
@@ -268,16 +271,17 @@ class Fleet:
             self._hand_out()
 
     def look(self) -> None:
-        """Starts replicas anew that have died; what they had under way begins again."""
+        """Starts replicas anew that have died or fallen silent; what they had under way begins
+        again."""
         for place, member in enumerate(self._members):
-            if member.link.alive() or self._failure is not None:
+            if self._failure is not None or (member.link.alive() and not self._hangs(member)):
                 continue
             self.deaths += 1
             self._spent += 1
             if self._spent > self._restarts:
                 self._failure = RuntimeError(
-                    f"{member.link.name} has died, the {self._spent}th death of a replica since "
-                    "the last batch: see its output above"
+                    f"{member.link.name} has died or hung, the {self._spent}th loss of a replica "
+                    "since the last batch: see its output above"
                 )
                 return
             lost, member.begun = member.begun, {}
@@ -290,6 +294,14 @@ class Fleet:
             self._hand_out()
 
     # -- details ------------------------------------------------------------------------------
+
+    def _hangs(self, member: _Member) -> bool:
+        """Whether it lives without a word; it is stopped then."""
+        silent = self._clock() - member.heard
+        if not (member.link.restarts and member.begun and silent > self._silence):
+            return False
+        member.link.stop(0.0)
+        return True
 
     def _start(self, place: int) -> None:
         member = self._members[place]

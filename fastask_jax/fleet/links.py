@@ -30,11 +30,13 @@ class Link(Protocol):
 
     `pack` makes of the learner's weights, which are the learner's again when it returns, what a
     `Weights` order to this replica carries, or to any other whose `packs` is the same.  `stop`
-    ends the replica, in order where it answers in time.
+    ends the replica, in order where it answers in time.  `restarts`: whether it can be started
+    anew.
     """
 
     name: str
     packs: str
+    restarts: bool
 
     def start(self, tell: Callable[[News], None]) -> None: ...
 
@@ -52,6 +54,8 @@ class ThreadLink:
 
     copy: a copy of the learner's weights on the engine's devices.
     """
+
+    restarts = False
 
     def __init__(self, name: str, scheduler: Scheduler, copy: Callable[[Any], Any]) -> None:
         self.name = self.packs = name
@@ -90,6 +94,7 @@ class ProcessLink:
     """
 
     packs = "NumPy arrays"
+    restarts = True
 
     def __init__(self, name: str, factory: str, settings: Any) -> None:
         self.name = name

@@ -67,6 +67,7 @@ class RayLink:
     """
 
     packs = "Ray object"
+    restarts = True
 
     def __init__(
         self, name: str, factory: str, settings: Any, request: Mapping[str, float]

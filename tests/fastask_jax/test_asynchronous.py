@@ -108,6 +108,7 @@ def test_nonsense_is_refused():
     for flags, said in [
         (["--mode", "both"], "mode is sync or async"),
         (["--fleet.max-staleness", "-1"], "fleet.max_staleness must be at least 0"),
+        (["--fleet.silence", "0"], "fleet.silence must be above 0"),
         (["--fleet.replicas", "0"], "fleet.replicas must be at least 1"),
         (["--fleet.place", "moon"], 'fleet.place is "thread", "process" or "ray"'),
         (["--fleet.ray-resources", "CPU=1,GPU"], "fleet.ray_resources are NAME=AMOUNT"),

@@ -24,10 +24,11 @@ class Link:
 
     def __init__(self, world, name):
         self.world, self.name, self.packs = world, name, "packed"
-        self.life, self.up = 0, False
+        self.life, self.up, self.hung, self.restarts = 0, False, False, True
 
     def start(self, tell):
         self.life, self.up, self.tell = self.life + 1, True, tell
+        self.hung = False
         self.version, self.groups, self.said = -1, {}, 0.0
 
     def pack(self, params):
@@ -48,7 +49,7 @@ class Link:
         life = self.life
 
         def act(*arguments):
-            if self.up and self.life == life:
+            if self.up and not self.hung and self.life == life:
                 what(*arguments)
 
         return act
@@ -84,10 +85,8 @@ class Link:
     def alive(self):
         return self.up
 
-    def kill(self):
-        self.up = False
-
     def stop(self, timeout=0.0):
+        self.world.hangs += self.hung
         self.up = False
 
 
@@ -96,7 +95,7 @@ class World:
         self.random = random.Random(seed)
         self.shape, self.replicas, self.steps = (batch, max_staleness, spare), replicas, steps
         self.clock, self.events, self.tie = 0.0, [], 0
-        self.evaluations = 0
+        self.evaluations, self.hangs = 0, 0
         self.begin(None)
 
     def at(self, time, what, *arguments):
@@ -116,7 +115,7 @@ class World:
         self.fleet = Fleet(
             self.links, Ledger(*self.shape), lambda number: f"task {number}", 1, "0",
             lambda group: self.random.random() < 0.7,
-            restarts=10**6, clock=lambda: self.clock,
+            restarts=10**6, silence=200.0, clock=lambda: self.clock,
         )  # fmt: skip
         self.learning, self.evaluating = False, False
         self.taken = set()
@@ -156,13 +155,16 @@ class World:
                 return
             self.learn()
             if not self.events:
+                self.clock += 201.0
                 self.fleet.look()
             assert self.events, f"nothing will ever happen again: {self.fleet.waits()}"
             self.clock, _, what, arguments = heapq.heappop(self.events)
             what(*arguments)
             chance = self.random.random()
             if chance < 0.01:
-                self.random.choice(self.links).kill()
+                link = self.random.choice(self.links)
+                link.hung = self.random.random() < 0.3
+                link.up = link.up and link.hung
             elif chance < 0.05:
                 self.fleet.look()
             elif chance < 0.055:
@@ -235,5 +237,6 @@ def test_the_schedules_see_every_fate():
         seen += world.fleet.ledger.counts
         seen["deaths"] += world.fleet.deaths
         seen["evaluations"] += world.evaluations
+        seen["hangs"] += world.hangs
     assert min(seen[fate] for fate in ("taken", "dull", "cancelled", "dropped", "lost")) > 0
-    assert seen["deaths"] > 0 and seen["evaluations"] > 60
+    assert seen["deaths"] > seen["hangs"] > 0 and seen["evaluations"] > 60
