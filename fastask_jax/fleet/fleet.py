@@ -90,7 +90,8 @@ class Fleet:
         self._dull: list[list[Trajectory]] = []
         self._evaluated: dict[Hashable, list[Trajectory]] | None = None
         self._wanted = 0  # groups of the evaluation under way
-        self._progress = clock()
+        # When a group has begun or ended last: of an evaluation (True) and of training.
+        self._progress = {True: clock(), False: clock()}
         self._failure: Exception | None = None
         self._news: queue.SimpleQueue[tuple[int, int, News] | None] = queue.SimpleQueue()
         self._changed = threading.Condition(threading.RLock())
@@ -143,27 +144,26 @@ class Fleet:
 
         Raises Stalled after `patience` seconds without progress, and the error of a replica.
         """
-        found = self._wait(self.ledger.take, "groups for the next update")
+        found = self._wait(self.ledger.take, "groups for the next update", False)
         self._spent = 0
         return found
 
-    def evaluate(
-        self, tasks: Sequence[Any], copies: int = 1, seed: str = "evaluation"
-    ) -> list[list[Trajectory]]:
-        """Trajectories of each task, by the weights that were published last.  Raises as `take`."""
-        self.begin_evaluation(tasks, copies, seed)
+    def evaluate(self, tasks: Sequence[Any]) -> list[list[Trajectory]]:
+        """One trajectory of each task, by the weights that were published last.  Raises as `take`;
+        progress of training groups doesn't count."""
+        self.begin_evaluation(tasks)
         try:
-            return self._wait(self.evaluation, "an evaluation")
+            return self._wait(self.evaluation, "an evaluation", True)
         finally:
             self.end_evaluation()
 
-    def begin_evaluation(self, tasks: Sequence[Any], copies: int, seed: str) -> None:
+    def begin_evaluation(self, tasks: Sequence[Any]) -> None:
         """The first part of `evaluate`, which doesn't wait."""
         with self._changed:
             self._evaluated = {}
             self._wanted = len(tasks)
             for place, task in enumerate(tasks):
-                self._begin(Begin(("evaluation", place), task, copies, seed, first=True))
+                self._begin(Begin(("evaluation", place), task, 1, "evaluation", first=True))
 
     def evaluation(self) -> list[list[Trajectory]] | None:
         """The result of the evaluation that has begun; None while it lacks something."""
@@ -249,8 +249,8 @@ class Fleet:
         elif isinstance(news, Broken):
             self._failure = RuntimeError(f"{member.link.name}: {news.text}")
         elif news.key in member.begun:  # else it was cancelled meanwhile
-            self._progress = member.heard
             evaluation = member.begun[news.key].first
+            self._progress[evaluation] = member.heard
             if isinstance(news, Sampled):
                 if not evaluation:
                     self.ledger.sampled(_number(news.key), news.version)
@@ -330,7 +330,7 @@ class Fleet:
             if member.begun.pop(key, None) is not None:
                 member.link.send(Cancel(key))
 
-    def _wait(self, ready: Callable[[], Any], what: str) -> Any:
+    def _wait(self, ready: Callable[[], Any], what: str, evaluation: bool) -> Any:
         with self._changed:
             since = self._clock()
             while True:
@@ -338,7 +338,7 @@ class Fleet:
                 found = ready()
                 if found is not None:
                     return found
-                silent = self._clock() - max(self._progress, since)
+                silent = self._clock() - max(self._progress[evaluation], since)
                 if silent > self.patience:
                     raise Stalled(
                         f"the learner waits for {what}; no group has begun or ended for "

@@ -2,14 +2,16 @@
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from fastask_jax.fleet.fleet import Fleet
+from fastask_jax.fleet.fleet import Fleet, Stalled
 from fastask_jax.fleet.ledger import Ledger
 from fastask_jax.fleet.links import ProcessLink
+from fastask_jax.fleet.replica import Begin, Ended, Sampled
 from fastask_jax.rollout.scheduler import RolloutStats
 from fastask_jax.rollout.transcript import Trajectory
 
@@ -49,6 +51,44 @@ class Quick:
 @contextmanager
 def make(settings):
     yield Quick(), lambda params: params
+
+
+class Deaf:
+    """A link whose replica ends training groups and never an evaluation."""
+
+    name = packs = "deaf"
+    restarts = False
+
+    def start(self, tell):
+        self.tell = tell
+
+    def send(self, order):
+        if isinstance(order, Begin) and not order.first:
+            trajectory = Trajectory("task", 0, 0)
+            trajectory.add_prompt([1])
+            trajectory.add_sampled([2], [0.0], 0)
+            timer = threading.Timer(0.1, self.tell, [Ended(order.key, [trajectory])])
+            self.tell(Sampled(order.key, 0))
+            timer.start()
+
+    def pack(self, params):
+        return params
+
+    def alive(self):
+        return True
+
+    def stop(self, timeout=30.0):
+        pass
+
+
+def test_training_doesn_t_hide_an_evaluation_that_hangs():
+    with Fleet(
+        [Deaf()], Ledger(1), str, 1, "0", lambda group: False, patience=1.0
+    ) as fleet:
+        fleet.publish(0, {})
+        with pytest.raises(Stalled, match="waits for an evaluation; no group has begun or ended"):
+            fleet.evaluate(["task"])
+        assert fleet.counts()[0]["dull"] > 3  # all the while
 
 
 @pytest.mark.slow

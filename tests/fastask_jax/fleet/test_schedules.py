@@ -190,7 +190,7 @@ class World:
         self.fleet.updated(f"weights {self.fleet.ledger.version + 1}")
         if self.random.random() < 0.3 or self.fleet.ledger.version == self.steps:
             self.evaluating = True
-            self.fleet.begin_evaluation([f"held out {i}" for i in range(3)], 1, "evaluation")
+            self.fleet.begin_evaluation([f"held out {i}" for i in range(3)])
         elif self.random.random() < 0.5:
             self.saved = self.checkpoint()
 
