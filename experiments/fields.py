@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -72,7 +73,25 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
+def documented(cls: type) -> dict[str, str]:
+    """First sentences about fields in the class's docstring, where `name: text` or
+    `name, other: text` stand; a text ends at the next names or at an empty line."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    one = f"(?:{'|'.join(sorted(names, key=len, reverse=True))})"
+    found: dict[str, str] = {}
+    for block in (cls.__doc__ or "").split("\n\n"):
+        starts = list(re.finditer(rf"(?:^|(?<=\s))({one}(?:,\s+{one})*):\s+", block))
+        ends = [match.start() for match in starts[1:]] + [len(block)]
+        for match, end in zip(starts, ends, strict=False):  # no names, one end
+            text = " ".join(block[match.end() : end].split())
+            first = re.split(r'(?:(?<=[^.]\w)|(?<=[)\]"`]))\.(?:\s|$)', text)[0].rstrip(".")
+            for name in re.split(r",\s+", match[1]):
+                found.setdefault(name, first)
+    return found
+
+
 def leaves_of(cls: type, prefix: str = "") -> Iterator[Leaf]:
+    about = documented(cls)
     for field, kind in fields_of(cls):
         inner, _ = strip_optional(kind)
         name = prefix + field.name
@@ -80,7 +99,8 @@ def leaves_of(cls: type, prefix: str = "") -> Iterator[Leaf]:
             yield from leaves_of(inner, name + ".")
         else:
             describe(kind)  # a type that no option can spell is the programmer's error
-            yield Leaf(name, kind, field.metadata.get("help", ""))
+            help = field.metadata.get("help") or about.get(field.name, "")
+            yield Leaf(name, kind, help)
 
 
 def describe(kind: Any) -> str:

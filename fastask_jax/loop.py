@@ -60,6 +60,7 @@ class LoopConfig:
     traces: trajectories a step written to traces.jsonl.
     gap_alarm: mean |log(learner's / sampler's probability)| of a step's tokens above which a
         warning is shown, of those that the step's own weights sampled: it should be rounding.
+    seed: of tasks' order and sampling.
     """
 
     steps: int = 100

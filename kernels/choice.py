@@ -33,6 +33,11 @@ class Kernels:
     """The implementation of each operation of this package, by the names in `NAMES`; "auto" goes
     by the platform that a program is traced for.
 
+    attention: auto, reference, xla, blocks or splash.
+    gated_delta: auto, reference, xla or pallas.
+    grouped_matmul: auto, reference, xla or megablox.
+    linear_logprob: auto, reference or xla.
+
     Raises:
       ValueError: an unknown name.
     """

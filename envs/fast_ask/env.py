@@ -35,6 +35,9 @@ class FastAskConfig:
 
     max_turns: replies that a policy may give.
     max_calls: tool calls taken from one reply; more are refused.
+    correct_weight, efficiency_weight, concise_weight: of the parts of the reward.
+    concise_free, concise_limit: tokens of the last message up to which `concise` is 1, and from
+        which it is 0.
     shaping_requires_correct: pay efficiency and concise only with a right answer.
     list_sheets: append the sheet names to the question, as the post's example does.
     prompt: "full" explains the answer format; "short" suits a model trained on it.

@@ -72,16 +72,19 @@ class Keep:
 class Objective:
     """What a step minimises.  Numbers are array leaves, so changing one compiles nothing anew.
 
-    advantage: mean | mean_std | rloo (advantages.py).  loss: a key of losses.LOSSES.
+    advantage: mean, mean_std or rloo (advantages.py).
+    loss: aipo_clip, aipo, ppo, cispo, reinforce, gspo or ipo (losses.py).
     bounds: the loss's clip bounds.  keep: selective token masks.
-    reduction, over the whole batch:
+    reduction: token_mean, sequence_mean or constant, over the whole batch.
         token_mean      sum over tokens / sampled tokens                     (DAPO)
         sequence_mean   mean over trajectories of the mean over their tokens (GRPO)
         constant        sum over tokens / (trajectories x constant_length)   (Dr.GRPO)
+    constant_length: tokens that stand for a trajectory's length in reduction constant.
     temperature: that of sampling; the learner scores the same distribution.
-    entropy_coef: weight of the entropy bonus.  kl_coef, kl_kind: penalty on the distance to
+    entropy_coef: weight of the entropy bonus.
+    kl_coef, kl_kind: weight and kind (k2 or k3) of a penalty on the distance to
         batch.reference_logprobs, k2 = (log r)^2 / 2 or k3 = 1/r - 1 + log r with r = pi/ref.
-        (k1 = log r is an estimate, not a loss: the mean of its gradient is 0.)
+        (k1 = log r is an estimate and can't be minimized, as its gradient's mean is 0.)
     """
 
     advantage: str = "mean"

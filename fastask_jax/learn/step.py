@@ -48,8 +48,12 @@ from fastask_jax.model.sharding import param_specs as specs_of
 class OptimizerConfig:
     """AdamW with a linear warm-up and, if asked for, a linear decay; and global-norm clipping.
 
+    learning_rate: behind the warm-up.  warmup_steps: updates over which it rises from 0.
     decay_steps: updates after which the learning rate has fallen, from its full height behind the
     warm-up, to the share `final_rate` of it, where it stays; 0 keeps it constant.
+    final_rate: share of the learning rate that is left after the decay.
+    weight_decay: of matrices, by AdamW.  max_grad_norm: global norm that gradients are clipped to.
+    b1, b2, eps: Adam's.
     All numbers but b1, b2 and eps are array leaves: changing them compiles nothing anew.  Weight
     decay leaves out vectors and scalars (norms, biases, decays).
     first_moment: float32 or bfloat16, the type in which the running mean of gradients is kept.

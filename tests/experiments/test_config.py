@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments import fast_ask
 from experiments.config import (
     UsageError,
     format_config,
@@ -26,6 +27,9 @@ from experiments.config import (
     save_config,
     to_json,
 )
+from experiments.fields import leaves_of
+from fastask_jax.learn.losses import LOSSES
+from kernels.choice import NAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -336,3 +340,40 @@ def test_a_real_process_exits_2_with_one_line(tmp_path) -> None:
     assert bad.stderr == (
         "error: unknown field --batches; did you mean --batch? (--help lists every field)\n"
     )
+
+
+def test_help_comes_from_docstrings_where_a_field_has_none() -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        """What it is.
+
+        size: of a thing, i.e. its length (in m).  More on it.
+        low, high: bounds.  name: what
+            it is called.
+
+        Prose about the rest.
+        """
+
+        size: int = 1
+        low: int = 1
+        high: int = 1
+        name: str = ""
+        other: int = 1
+        own: int = option(1, "its own")
+
+    assert {leaf.name: leaf.help for leaf in leaves_of(Inner)} == {
+        "size": "of a thing, i.e. its length (in m)",
+        "low": "bounds",
+        "high": "bounds",
+        "name": "what it is called",
+        "other": "",
+        "own": "its own",
+    }
+
+
+def test_every_option_of_training_says_what_it_is() -> None:
+    leaves = {leaf.name: leaf.help for leaf in leaves_of(fast_ask.Config)}
+    assert not [name for name, text in leaves.items() if not text]
+    for operation, names in NAMES.items():
+        assert all(name in leaves[f"kernels.{operation}"] for name in ("auto", *names))
+    assert all(name in leaves["objective.loss"] for name in LOSSES)
