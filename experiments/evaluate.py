@@ -61,6 +61,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, list[Record]]:
     tasks = run.tasks.stream("heldout", seed=0).take(config.tasks)
     found = {}
     for name in config.policies:
+        print(f"evaluating {name} on {len(tasks)} tasks", flush=True)
         if name in ("blind", "oracle"):
             found[name] = baseline_records(name, tasks, run.env, run.sandbox)
             continue
