@@ -50,7 +50,7 @@ def test_ci_calls_exactly_the_readmes_test_command_last() -> None:
     lines = [x for x in CI.splitlines() if x.strip() and not x.lstrip().startswith("#")]
     assert lines[-1] == first_screen_commands()[1]
     assert "set -euo pipefail" in CI
-    order = ["torch==2.13.0", "'.[test,parity,aot]'", "ruff check", "mypy", "lint-imports"]
+    order = ["torch==2.13.0", "'.[test,parity,aot,ray]'", "ruff check", "mypy", "lint-imports"]
     order.append("'.[test]'")
     found = [CI.index(x) for x in order]
     assert found == sorted(found)
