@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import jax
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from experiments.aot_buffers import largest_buffers
 from experiments.config import format_config, option, parse, run_main, to_dict
@@ -39,7 +39,7 @@ from fastask_jax.model import PRESETS, ModelConfig, init_params, unembedding
 from fastask_jax.model.lora import LoraConfig, init_adapters
 from fastask_jax.model.mesh import MeshConfig, row_devices, row_spec
 from fastask_jax.model.parameters import is_matrix
-from fastask_jax.model.sharding import cache_specs, init_cache, param_shardings
+from fastask_jax.model.sharding import cache_specs, init_cache, param_shardings, shardings
 from fastask_jax.rollout.programs import next_tokens
 
 GIB = 2**30
@@ -164,18 +164,14 @@ def decode_program(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     def abstract(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        cache_specs(model),
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
+    where = shardings(mesh, cache_specs(model))
     shapes = jax.eval_shape(
         partial(init_cache, model, config.slots, config.sequence, mesh=mesh)
     )
-    cache = jax.tree.map(abstract, shapes, shardings)
+    cache = jax.tree.map(abstract, shapes, where)
     pending = jax.ShapeDtypeStruct((config.slots,), jnp.int32, sharding=rows)
     keys = jax.ShapeDtypeStruct((config.slots, 2), jnp.uint32, sharding=rows)
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(shardings, rows))
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(where, rows))
     return jitted.lower(abstract_weights(model, mesh), cache, pending, keys, jnp.float32(1))
 
 

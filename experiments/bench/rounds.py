@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from envs.fast_ask.env import TOOLS
+from envs.fast_ask.tools import TOOLS
 from envs.pool import Event
 from experiments.bench.report import report
 from experiments.config import option, parse, run_main

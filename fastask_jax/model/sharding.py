@@ -117,9 +117,14 @@ def param_shardings(
     cfg: ModelConfig, mesh: AnyMesh, rules: Mapping[str, str | None] = RULES
 ) -> dict[str, Any]:
     """The tree of parameters with a `NamedSharding` in place of each array."""
+    return shardings(mesh, param_specs(cfg, mesh, rules))
+
+
+def shardings(mesh: AnyMesh, specs: Any) -> Any:
+    """A tree of `PartitionSpec` with a `NamedSharding` in place of each."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
-        param_specs(cfg, mesh, rules),
+        specs,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 

@@ -34,7 +34,7 @@ from jaxtyping import Array
 
 from fastask_jax.model import ModelConfig, init_cache
 from fastask_jax.model.mesh import make_mesh, row_devices
-from fastask_jax.model.sharding import cache_specs, specs_like
+from fastask_jax.model.sharding import cache_specs, shardings, specs_like
 from fastask_jax.rollout import programs
 from fastask_jax.rollout.programs import Params
 
@@ -140,7 +140,7 @@ class Engine:
         self.row_steps = 0
         self._in_place = config.decode_rows == config.slots
         self._pending = np.zeros(config.slots, np.int32)
-        where, whole = self._shardings(cache_specs(model)), NamedSharding(mesh, PartitionSpec())
+        where, whole = shardings(mesh, cache_specs(model)), NamedSharding(mesh, PartitionSpec())
         cache = partial(init_cache, model, config.slots, config.max_len, mesh=mesh)
         self._cache = jax.jit(cache, out_shardings=where)()
         axes = programs.cache_axes(model, config.max_len)
@@ -165,12 +165,8 @@ class Engine:
     def place(self, params: Params, alias: bool = True) -> Params:
         """The weights where this engine wants them; `alias`: those that are there already may be
         the given arrays."""
-        where = self._shardings(specs_like(self.model, params, self.mesh))
+        where = shardings(self.mesh, specs_like(self.model, params, self.mesh))
         return jax.device_put(params, where, may_alias=alias)
-
-    def _shardings(self, specs: Any) -> Any:
-        put = partial(NamedSharding, self.mesh)
-        return jax.tree.map(put, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
     def room(self, slot: int) -> int:
         """Tokens that still fit into the slot."""
