@@ -94,14 +94,17 @@ def main(argv: list[str]) -> None:
         spent = scheduler.stats.minus(before)
         late, waited = len(compiled) - early, waiting.seconds - waited
         scheduler.close()
-    busy = spent.append_seconds + spent.decode_seconds
+    # Where the devices were done before the host's work beside them, all of that work counts as
+    # the host's: more than they have waited.
+    busy = spent.append_seconds + spent.decode_seconds - spent.late_seconds
     total = seconds - waited
     report(
         "rounds", "share of a round", [(total - busy) / total],
         peer="engine", peer_runs=[busy / total], higher_is_better=False,
         rounds=config.rounds, programs=sum(engine.traces.values()), by_kind=dict(engine.traces),
         compiled_late=late, waited=waited / seconds, occupancy=spent.occupancy,
-        sampled_tokens=spent.sampled_tokens,
+        sampled_tokens=spent.sampled_tokens, late=spent.late_seconds / total,
+        tokens_per_second=spent.sampled_tokens / seconds,
     )  # fmt: skip
 
 

@@ -120,7 +120,10 @@ class Attention(nnx.Module):
             "k": cache["k"].at[slot, :, :, position].set(k, mode="drop"),
             "v": cache["v"].at[slot, :, position].set(v, mode="drop"),
         }
-        return self._finish(cached_attention(q, cache["k"], cache["v"], length), gate), cache
+        out = cached_attention(
+            q, cache["k"], cache["v"], length, counts, implementation=self.cfg.kernels.attention
+        )
+        return self._finish(out, gate), cache
 
 
 class GatedDeltaNet(nnx.Module):

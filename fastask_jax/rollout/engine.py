@@ -103,6 +103,19 @@ class Sampled:
     ended: str | None
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """Decode calls under way: the orders, and for each call its rows by slot and its outputs."""
+
+    turns: Mapping[int, Turn]
+    calls: Sequence[tuple[Mapping[int, int], tuple[Array, ...]]]
+
+    @property
+    def done(self) -> bool:
+        """Whether `Engine.finish` wouldn't wait."""
+        return all(leaf.is_ready() for _, outputs in self.calls for leaf in outputs)
+
+
 class Engine:
     """A pool of `config.slots` live slots for the model `model`; turns end at `stop_id`.
 
@@ -240,6 +253,13 @@ class Engine:
 
         A slot pauses at its stop token or when its budget is spent.  Temperature 0 is greedy.
         """
+        return self.finish(self.start(params, turns, temperature))
+
+    def start(
+        self, params: Params, turns: Mapping[int, Turn], temperature: float
+    ) -> Decoding:
+        """`decode` without waiting for what comes out: the devices work on until `finish`, before
+        which none of these slots may be fed.  Raises ValueError for a budget beyond the room."""
         config = self.config
         by_bucket: dict[int, list[int]] = {}
         for slot, turn in turns.items():
@@ -258,9 +278,13 @@ class Engine:
                 # A call that covers all slots has each in the row of its number.
                 rows = {s: s if self._in_place else row for row, s in enumerate(batch)}
                 calls.append((rows, self._decode_rows(params, bucket, rows, turns, temperature)))
+        return Decoding(turns, calls)
+
+    def finish(self, decoding: Decoding) -> dict[int, Sampled]:
+        """Waits for what `start` has begun."""
         results: dict[int, Sampled] = {}
-        for rows, outputs in calls:
-            results |= self._collect(rows, turns, *jax.device_get(outputs))
+        for rows, outputs in decoding.calls:
+            results |= self._collect(rows, decoding.turns, *jax.device_get(outputs))
         return results
 
     def _decode_rows(

@@ -119,6 +119,7 @@ class Scheduler:
         self._groups: dict[Hashable, Group] = {}
         self._waiting: deque[Group] = deque()  # whose environments aren't started yet
         self._live: dict[str, Episode] = {}
+        self._over: list[Episode] = []  # whose turn has ended and isn't sent yet
         self._heard = time.monotonic()
         self._ended: list[Group] = []
 
@@ -176,6 +177,7 @@ class Scheduler:
         if group in self._waiting:
             self._waiting.remove(group)
         self._slots.forget(group)
+        self._over = [episode for episode in self._over if episode.group is not group]
         for episode in group.episodes:
             if self._live.pop(episode.id, None) is not None:
                 self.pool.drop(episode.id)
@@ -193,17 +195,24 @@ class Scheduler:
     ) -> Round:
         """Takes what environments have answered and newer weights, feeds and decodes once.
 
-        Waits up to `patience` seconds for an environment where nothing can be decoded.  Raises
-        RuntimeError when none has answered for `stall_timeout` although episodes wait for them.
+        While the devices decode, the turns that the last round ended go to their environments, and
+        what these answer meanwhile is read.  Waits up to `patience` seconds for an environment
+        where nothing can be decoded.  Raises RuntimeError when none has answered for
+        `stall_timeout` although episodes wait for them.
         """
         self._ended = []
         self._start_groups()
+        if not self._slots.busy:
+            self._send_turns()
         self._take_events(patience)
         found = newer()
         if found is not None:
             self.set_weights(*found)
-        for episode in self._slots.step():
-            self._send(episode)
+        if self._slots.begin():
+            self._send_turns()
+            for event in self.pool.poll(0.0):
+                self._handle(self._live[str(event.episode_id)], event)
+            self._over += self._slots.end()
         return Round(self._slots.take_begun(), self._ended)
 
     # -- environments -----------------------------------------------------------------------
@@ -225,15 +234,15 @@ class Scheduler:
         busy = self._slots.busy
         if not (busy or self._live):
             return
-        began = time.monotonic()
         patience = min(patience, self.config.stall_timeout)
         if self._slots.wanted and self.config.evict_after is not None:
             patience = min(patience, self.config.evict_after)
+        began = time.monotonic()
         events = self.pool.poll(0.0 if busy else patience)
+        now = time.monotonic()
+        self.stats.pool_seconds += 0.0 if busy else now - began
         for event in events:
             self._handle(self._live[str(event.episode_id)], event)
-        now = time.monotonic()
-        self.stats.pool_seconds += now - began
         if busy or events:
             self._heard = now
         elif now - self._heard >= self.config.stall_timeout:
@@ -331,9 +340,10 @@ class Scheduler:
             del self._groups[group.key]
             self._ended.append(group)
 
-    def _send(self, episode: Episode) -> None:
-        stop_reason = "stop" if episode.ended == "stop" else "length"
-        reply = self.chat.parse_reply(episode.turn, self.tools, stop_reason)
-        began = time.perf_counter()
-        self.pool.step(episode.id, reply)
-        self.stats.pool_seconds += time.perf_counter() - began
+    def _send_turns(self) -> None:
+        """Gives the environments the turns that have ended."""
+        over, self._over = self._over, []
+        for episode in over:
+            stop_reason = "stop" if episode.ended == "stop" else "length"
+            reply = self.chat.parse_reply(episode.turn, self.tools, stop_reason)
+            self.pool.step(episode.id, reply)

@@ -47,7 +47,12 @@ class RolloutConfig:
 
 @dataclass
 class RolloutStats:
-    """Where a rollout's time and tokens went; filled by `rollout`.  Times in seconds."""
+    """Where a rollout's time and tokens went; filled by `rollout`.  Times in seconds.
+
+    late_seconds: of `decode_seconds`, the host's work beside decode calls that were done before
+        it: at most so long have the devices waited for it.
+    pool_seconds: waiting for environments with nothing else to do.
+    """
 
     rounds: int = 0
     row_steps: int = 0
@@ -59,6 +64,7 @@ class RolloutStats:
     evictions: int = 0
     append_seconds: float = 0.0
     decode_seconds: float = 0.0
+    late_seconds: float = 0.0
     pool_seconds: float = 0.0
     seconds: float = 0.0
     stop_reasons: Counter[str] = field(default_factory=Counter)

@@ -11,10 +11,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fastask_jax.rollout.engine import Engine, Params, Turn
+from fastask_jax.rollout.engine import Decoding, Engine, Params, Turn
 from fastask_jax.rollout.episodes import Episode, Group
 from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """Decode calls under way, for whom, within which budgets, by which weights, and since when."""
+
+    calls: Decoding
+    episodes: dict[int, Episode]
+    budgets: dict[int, tuple[int, str]]
+    version: int
+    began: float
+    started: float
 
 
 class Slots:
@@ -32,6 +45,7 @@ class Slots:
         self._made_by: dict[int, int] = {}  # slot -> version of the weights that fed it
         # slot -> the episode that waits for its tool, and since when
         self._parked: dict[int, tuple[Episode, float]] = {}
+        self._decoding: _Decoding | None = None
 
     @property
     def busy(self) -> bool:
@@ -77,13 +91,21 @@ class Slots:
         """Tokens that its trajectory may still get."""
         return self.engine.config.max_len - len(episode.trajectory)
 
-    def step(self) -> list[Episode]:
-        """Admits, feeds, and decodes once; returns the episodes whose turn has ended."""
+    def begin(self) -> bool:
+        """Admits, feeds, and starts to decode what runs; false where nothing does."""
         self._evict()
         self._admit()
         self._feed_again()
         self._feed_observations()
-        return self._decode() if self._running else []
+        if self._running:
+            self._start()
+        return bool(self._running)
+
+    def end(self) -> list[Episode]:
+        """Takes what `begin` has started; returns the episodes whose turn has ended.  In between,
+        episodes that aren't decoded may be enqueued, observed and released."""
+        decoding, self._decoding = self._decoding, None
+        return [] if decoding is None else self._take(decoding)
 
     def take_begun(self) -> list[Group]:
         """Groups that have sampled their first token since this was asked last."""
@@ -162,29 +184,36 @@ class Slots:
         self._parked.pop(slot, None)
         self._running[slot] = episode
 
-    def _decode(self) -> list[Episode]:
+    def _start(self) -> None:
         began = time.perf_counter()
+        episodes = dict(self._running)
+        budgets = {slot: self._budget(episode) for slot, episode in episodes.items()}
+        turns = {slot: Turn(episode.key, budgets[slot][0]) for slot, episode in episodes.items()}
+        calls = self.engine.start(self.params, turns, self.config.temperature)
+        started = time.perf_counter()
+        self._decoding = _Decoding(calls, episodes, budgets, self.version, began, started)
+
+    def _take(self, decoding: _Decoding) -> list[Episode]:
+        if decoding.calls.done:
+            self.stats.late_seconds += time.perf_counter() - decoding.started
         row_steps = self.engine.row_steps
-        budgets = {slot: self._budget(episode) for slot, episode in self._running.items()}
-        turns = {
-            slot: Turn(episode.key, budgets[slot][0]) for slot, episode in self._running.items()
-        }
-        results = self.engine.decode(self.params, turns, self.config.temperature)
-        self.stats.decode_seconds += time.perf_counter() - began
+        results = self.engine.finish(decoding.calls)
+        self.stats.decode_seconds += time.perf_counter() - decoding.began
         self.stats.rounds += 1
         self.stats.row_steps += self.engine.row_steps - row_steps
         over = []
         for slot, sampled in results.items():
-            episode = self._running[slot]
-            episode.trajectory.add_sampled(sampled.ids, sampled.logprobs, self.version)
+            episode = decoding.episodes[slot]
+            episode.trajectory.add_sampled(sampled.ids, sampled.logprobs, decoding.version)
             if episode.group.oldest is None:
-                episode.group.oldest = self.version
+                episode.group.oldest = decoding.version
                 self._begun.append(episode.group)
             episode.turn.extend(sampled.ids)
             self.stats.sampled_tokens += len(sampled.ids)
             if sampled.ended is not None:
                 del self._running[slot]
-                episode.ended = "stop" if sampled.ended == "stop" else budgets[slot][1]
+                budget = decoding.budgets[slot][1]
+                episode.ended = "stop" if sampled.ended == "stop" else budget
                 self._parked[slot] = episode, time.monotonic()
                 over.append(episode)
         return over

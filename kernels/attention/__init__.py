@@ -1,7 +1,7 @@
-"""Causal attention over packed rows, with grouped heads.
+"""Causal attention with grouped heads, over packed rows and over a decoding cache.
 
-`attention` sees only the tokens of a query's own segment that are not after it.  Attention over
-a decoding cache of ragged lengths is `cached_attention`.
+In packed rows (`attention`) a query sees the tokens of its own segment that are not after it; over
+a cache of ragged lengths (`cached_attention`) those that its slot holds.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from jax import numpy as jnp
 
 from kernels.attention import blocks, reference, splash, xla
-from kernels.attention.xla import cached_attention
 from kernels.choice import pick
 
 __all__ = ["attention", "cached_attention"]
@@ -21,6 +21,12 @@ _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": xla.attention,
     "blocks": blocks.attention,
     "splash": splash.attention,
+}
+_CACHED: dict[str, Callable[..., jax.Array]] = {
+    "reference": reference.cached_attention,
+    "xla": xla.cached_attention,
+    "blocks": blocks.cached_attention,
+    "splash": xla.cached_attention,  # splash has no cached form
 }
 
 
@@ -63,3 +69,51 @@ def attention(
     if not q.size:
         return q
     return pick("attention", _IMPLEMENTATIONS, implementation)(q, k, v, segment_ids)
+
+
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    length: jax.Array,
+    counts: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention of new tokens over a cache that already contains them; scores and softmax as in
+    `attention`.
+
+    What is computed for several new tokens grows with what the cache holds, not with its size.
+
+    Args:
+      q: `[S, T, H, K]`, the new tokens of each slot, the first at position `length[s]`.
+      k: `[S, G, K, L]`, the cache's keys, tokens last: so the scores of one query are products
+        along contiguous rows.
+      v: `[S, G, L, K]`, its values.
+      length: `[S]` int32, tokens held before the new ones; query t sees positions
+        `<= length + t`.
+      counts: `[S]` int32, how many of the new tokens are real; what the others get is of no
+        meaning.  None: all.
+      implementation: as in `attention`; a single token, and "splash", take the form of "xla".
+
+    Returns:
+      `[S, T, H, K]` in the type of `q`.
+
+    Raises:
+      ValueError: shapes that don't fit, or an unknown implementation.
+    """
+    slots, tokens, heads, width = q.shape
+    groups, room = v.shape[1:3]
+    fits = v.shape == (slots, groups, room, width) and k.shape == (slots, groups, width, room)
+    fits = fits and length.shape == (slots,) and (counts is None or counts.shape == (slots,))
+    if not fits or not room or heads % max(1, groups):
+        raise ValueError(
+            f"cached_attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}, length "
+            f"{length.shape}, counts {None if counts is None else counts.shape}"
+        )
+    if counts is None:
+        counts = jnp.full(slots, tokens, jnp.int32)
+    chosen = pick("attention", _CACHED, implementation)
+    if tokens == 1 and chosen is blocks.cached_attention:
+        chosen = xla.cached_attention  # one row of scores a head: nothing to cut into blocks
+    return chosen(q, k, v, length, counts)

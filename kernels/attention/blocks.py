@@ -1,4 +1,4 @@
-"""Packed attention by loops over blocks of queries and keys, for CPUs.
+"""Attention by loops over blocks of queries and keys, for CPUs.
 
 Only pairs of blocks that share a segment are visited, each small enough for a core's cache, so
 both memory and (for short segments) work grow linearly with the row.  The backward pass
@@ -55,6 +55,24 @@ def _scores(
     return jnp.where(visible, jnp.einsum("gsk,gkq->gsq", k, q), _LOW)
 
 
+def _nothing(q: jax.Array) -> tuple[jax.Array, ...]:
+    """Peak, total and weighted values of queries `[G, K, Q]` that have seen no key."""
+    each = q.shape[0], q.shape[2]
+    return jnp.full(each, _LOW), jnp.zeros(each), jnp.zeros(q.shape)
+
+
+def _take_in(
+    carry: tuple[jax.Array, ...], scores: jax.Array, values: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The same after a block of keys with these scores `[G, S, Q]` and values `[G, K, S]`."""
+    peak, total, out = carry
+    higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+    weights = jnp.exp(scores - higher[:, None])
+    decay = jnp.exp(peak - higher)
+    total = total * decay + jnp.sum(weights, axis=1)
+    return higher, total, out * decay[:, None] + jnp.einsum("gks,gsq->gkq", values, weights)
+
+
 @jax.custom_vjp
 def _attention(q, k, v, first):
     """`q [B, N, G, K, R * Q]`, `k, v [B, N, G, S, K]`, `first [B, N, R * Q]` -> like `q`."""
@@ -71,20 +89,12 @@ def _forward(q, k, v, first):
             q, first, index = block
 
             def visit(j, carry):
-                peak, total, out = carry
-                scores = _scores(q, k[j], first, index, j)
-                higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-                weights = jnp.exp(scores - higher[:, None])
-                decay = jnp.exp(peak - higher)
-                total = total * decay + jnp.sum(weights, axis=1)
-                out = out * decay[:, None] + jnp.einsum("gks,gsq->gkq", v[j], weights)
-                return higher, total, out
+                return _take_in(carry, _scores(q, k[j], first, index, j), v[j])
 
             # What a wholly masked block adds is wiped by the decay of the first real score, and
             # the diagonal block, which comes last, always has one.
-            each = q.shape[0], q.shape[2]
-            start = (jnp.full(each, _LOW), jnp.zeros(each), jnp.zeros_like(q))
-            peak, total, out = jax.lax.fori_loop(first[0] // _BLOCK, index + 1, visit, start)
+            begin, end = first[0] // _BLOCK, index + 1
+            peak, total, out = jax.lax.fori_loop(begin, end, visit, _nothing(q))
             return None, (out / total[:, None], peak + jnp.log(total))
 
         _, outputs = jax.lax.scan(
@@ -139,3 +149,54 @@ def _backward(residuals, cotangent):
 
 
 _attention.defvjp(_forward, _backward)
+
+
+# Queries of the cached form that go through the keys together: about so many with all the heads
+# of a group.
+_LANES = 160
+
+
+def cached_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, counts: jax.Array
+) -> jax.Array:
+    """Shapes as in `kernels.attention.cached_attention`.
+
+    Slot by slot: each visits what it sees and no more, so its bits don't depend on the others.
+    """
+    slots, tokens, heads, width = q.shape
+    groups, room = v.shape[1:3]
+    repeat = heads // groups
+    rows = min(tokens, max(16, min(_BLOCK, _LANES // repeat // 16 * 16)))
+    size, pad = min(_BLOCK, room), -tokens % rows
+    wide = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).astype(jnp.float32) * width**-0.5
+    wide = wide.reshape(slots, -1, rows, groups, repeat, width).transpose(0, 1, 3, 5, 4, 2)
+    wide = wide.reshape(slots, -1, groups, width, repeat * rows)
+
+    def one_slot(_, slot):
+        q, k, v, length, count = slot
+
+        def one_block(_, block):
+            q, at = block
+            last = length + at + jnp.tile(jnp.arange(rows), repeat)
+
+            def visit(j, carry):
+                # The last block may reach back into the one before it, whose keys it leaves out.
+                begin = jnp.minimum(j * size, room - size)
+                keys = jax.lax.dynamic_slice_in_dim(k, begin, size, axis=2).astype(jnp.float32)
+                values = jax.lax.dynamic_slice_in_dim(v, begin, size, axis=1).astype(jnp.float32)
+                place = begin + jnp.arange(size)[:, None]
+                visible = (j * size <= place) & (place <= last)
+                scores = jnp.where(visible, jnp.einsum("gks,gkq->gsq", keys, q), _LOW)
+                return _take_in(carry, scores, values.swapaxes(1, 2))
+
+            # Every query sees the first block, so none divides by zero; padding stops there.
+            end = jnp.where(at < count, (length + at + rows - 1) // size + 1, 1)
+            end = jnp.minimum(end, -(-room // size))
+            _, total, out = jax.lax.fori_loop(0, end, visit, _nothing(q))
+            return None, out / total[:, None]
+
+        return None, jax.lax.scan(one_block, None, (q, jnp.arange(q.shape[0]) * rows))[1]
+
+    _, out = jax.lax.scan(one_slot, None, (wide, k, v, length, counts))
+    out = out.reshape(slots, -1, groups, width, repeat, rows).transpose(0, 1, 5, 2, 4, 3)
+    return out.reshape(slots, -1, heads, width)[:, :tokens].astype(q.dtype)

@@ -86,35 +86,16 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) 
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> jax.Array:
-    """Attention of new tokens over a cache that already contains them.
+def cached_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, counts: jax.Array
+) -> jax.Array:
+    """Shapes as in `kernels.attention.cached_attention`.
 
-    Several new tokens go through the keys in blocks, as far as any of them sees: what is computed
-    grows with what the cache holds, not with its size.  A block that a row doesn't see changes
-    no bit of the row.
-
-    Args:
-      q: `[S, T, H, K]`, the new tokens of each slot, the first at position `length[s]`.
-      k: `[S, G, K, L]`, the cache's keys, tokens last: so the scores of one query are products
-        along contiguous rows.
-      v: `[S, G, L, K]`, its values.
-      length: `[S]` int32, tokens held before the new ones; query t sees positions
-        `<= length + t`.
-
-    Returns:
-      `[S, T, H, K]` in the type of `q`.
-
-    Raises:
-      ValueError: shapes that don't fit.
+    Several new tokens go through the keys in blocks, as far as any of them sees.  A block that a
+    row doesn't see changes no bit of the row.
     """
     slots, tokens, heads, width = q.shape
     groups, room = v.shape[1:3]
-    fits = v.shape == (slots, groups, room, width) and k.shape == (slots, groups, width, room)
-    if not fits or not room or heads % max(1, groups) or length.shape != (slots,):
-        raise ValueError(
-            f"cached_attention shapes don't fit: q {q.shape}, k {k.shape}, v {v.shape}, length "
-            f"{length.shape}"
-        )
     repeat = heads // groups
     grouped = q.reshape(slots, tokens, groups, repeat, width).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(slots, groups, repeat * tokens, width)
@@ -152,7 +133,8 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array
         carry = (
             jnp.full((*rows, 1), -jnp.inf), jnp.zeros((*rows, 1)), jnp.zeros((*rows, width)),
         )  # fmt: skip
-        blocks = jnp.minimum(jnp.max(last) // size + 1, -(-room // size))
+        furthest = jnp.max(length + jnp.maximum(counts, 1)) - 1
+        blocks = jnp.minimum(furthest // size + 1, -(-room // size))
         _, total, out = jax.lax.fori_loop(0, blocks, block, carry)
     out = (out / total).reshape(slots, groups, repeat, tokens, width)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

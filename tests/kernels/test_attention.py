@@ -84,29 +84,44 @@ def test_memory_of_blocks_is_linear_in_the_row():
     assert temporaries(4096) < 5 * temporaries(1024)
 
 
-def test_cached_attention_equals_packed():
-    q, k, v, _ = example(3, 20)
-    full = attention(q, k, v, jnp.ones((3, 20), jnp.int32), implementation="reference")
-    lengths = jnp.asarray([0, 9, 14])
-    take = jnp.stack([q[s, n : n + 5] for s, n in enumerate(lengths.tolist())])
-    got = cached_attention(take, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), lengths)
-    for s, n in enumerate(lengths.tolist()):
-        np.testing.assert_allclose(got[s], full[s, n : n + 5], atol=1e-5)
+CACHED = ("reference", "xla", "blocks")
 
 
-def test_cached_attention_over_blocks_of_keys():
+def cached(start, tokens, size):
+    """Packed rows of one segment each, and the same as a cache with `tokens` new tokens behind
+    the first `start[s]`: what the packed form gives for them, and the arguments."""
+    q, k, v, _ = example(len(start), size)
+    full = attention(q, k, v, jnp.ones((len(start), size), jnp.int32), implementation="reference")
+    new = [np.s_[s, n : n + tokens] for s, n in enumerate(start)]
+    expected = jnp.stack([full[at] for at in new])
+    take = jnp.stack([q[at] for at in new])
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    return expected, (take, keys, values, jnp.asarray(start))
+
+
+@pytest.mark.parametrize("implementation", [None, *CACHED])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_cached_attention_equals_packed(implementation, tokens):
+    expected, arguments = cached([0, 9, 14, 64, 130], tokens, 200)
+    got = cached_attention(*arguments, implementation=implementation)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", CACHED)
+def test_cached_attention_over_blocks_of_keys(implementation):
     """A cache of several blocks, the last one ragged; what a row gets doesn't depend on how far
     the others make it go, bit for bit."""
-    q, k, v, _ = example(3, 600)
-    full = attention(q, k, v, jnp.ones((3, 600), jnp.int32), implementation="reference")
-    lengths = jnp.asarray([0, 254, 590])
-    take = jnp.stack([q[s, n : n + 7] for s, n in enumerate(lengths.tolist())])
-    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    got = cached_attention(take, keys, values, lengths)
-    for s, n in enumerate(lengths.tolist()):
-        np.testing.assert_allclose(got[s], full[s, n : n + 7], atol=1e-5)
-    others = cached_attention(take, keys, values, lengths.at[2].set(3))
+    expected, arguments = cached([0, 254, 590], 7, 600)
+    form = functools.partial(cached_attention, implementation=implementation)
+    got = form(*arguments)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    others = form(*arguments[:3], arguments[3].at[2].set(3))
     assert (others[:2] == got[:2]).all()
+    # Nor on which of its own tokens are padding, or on what padding is.
+    counts = jnp.asarray([7, 0, 3])
+    fewer = form(arguments[0].at[2, 3:].set(1e4), *arguments[1:], counts)
+    assert (fewer[0] == got[0]).all() and (fewer[2, :3] == got[2, :3]).all()
+    assert np.isfinite(fewer).all()
 
 
 def test_bad_arguments_are_refused():
@@ -140,6 +155,7 @@ def test_a_cache_of_another_shape_is_refused():
     for bad in (
         (q, k, v, length[:1]), (q, v, v, length), (q, k, v[:, :, :9], length),
         (q, k[..., :0], v[:, :, :0], length), (q[:, :, :3], k, v, length),
+        (q, k, v, length, length[:1]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="cached_attention shapes don't fit"):
             cached_attention(*bad)

@@ -206,11 +206,12 @@ def test_slots_taken_from_slow_tools_change_no_logprob(engine, params, model, ch
     def newer():
         nonlocal asked
         asked += 1
-        return (generations[1], 1) if asked == 12 else None
+        return (generations[1], 1) if asked == 120 else None
 
     stats = RolloutStats()
     pool = LatePool(lambda _: echo.Env(stubborn=True), seed=2)
-    tasks = [echo.Task(f"task-{i}", turns=4) for i in range(8)]
+    # 201 trajectories: rare meetings of eviction, sharing and the change have room to happen.
+    tasks = [echo.Task(f"task-{i}", turns=4) for i in range(67)]
     trajectories = rollout(
         engine, params, 0, tasks, 3, pool, chat,
         seed=0, config=config, tools=echo.TOOLS, newer=newer, stats=stats,
