@@ -33,6 +33,7 @@ from envs.sandbox import SandboxConfig
 from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
 from fastask_jax.collect import Asynchronous, Source, Synchronous
+from fastask_jax.compiled import keep_compiled
 from fastask_jax.distributed import (
     Channel,
     DistributedConfig,
@@ -107,6 +108,11 @@ class Config:
     distributed: DistributedConfig = option(DistributedConfig(), "")
     pool: PoolConfig = option(PoolConfig(), "")
     sandbox: SandboxConfig = option(SandboxConfig(), "")
+    compile_cache: Path | None = option(
+        None,
+        "folder that keeps compiled programs, for later runs and for replicas that are started "
+        "anew; whoever can write there can run code here",
+    )
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
@@ -246,6 +252,8 @@ def replica(
 ) -> Iterator[tuple[Scheduler, Callable[[Any], Any]]]:
     """What a replica of the fleet works with, and what puts weights where it works."""
     config, model = settings
+    if devices is None and config.compile_cache is not None:  # a process of its own
+        keep_compiled(config.compile_cache)
     devices = devices or jax.local_devices()[: config.rollout_mesh.size]
     chat = ChatFormat(load_tokenizer(config.source))
     with environments(config) as pool:
@@ -303,6 +311,10 @@ def train(
 
 def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict[str, list[Record]]:
     began = time.monotonic()
+    if config.compile_cache is not None:
+        cache = config.compile_cache.absolute()  # replicas may work elsewhere
+        config = replace(config, compile_cache=cache)
+        keep_compiled(cache)
     config = replace(config, kernels=config.kernels.resolved())
     if is_main():
         check_place(config, config.run_dir)

@@ -67,6 +67,7 @@ class Config:
             "--rollout.max-tokens=256", "--pack.row-lengths=512", "--pool.workers=2",
             # What an outage of minutes may cost is for its user to say; here it is the point.
             "--pool.error-budget=100000", "--pool.max-retries=100",
+            f"--compile-cache={self.run_dir.with_name(self.run_dir.name + '.compiled')}",
         ]  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def main(argv: list[str]) -> None:
     oldest = check(config.run_dir, config.steps, groups, config.max_staleness)
     report(
         "chaos", "updates", [float(config.steps)], seconds=seconds,
-        killed_for=min(seconds, 60 * config.minutes), **{f"killed_{k}": killed[k] for k in every},
+        killed_for=min(seconds, 60 * config.minutes), killed=dict(killed),
         groups=groups * config.steps, taken_twice=0, oldest=oldest,
         max_staleness=config.max_staleness,
     )  # fmt: skip

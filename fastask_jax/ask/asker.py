@@ -20,6 +20,7 @@ from envs.sandbox import Sandbox, SandboxConfig, SandboxUnavailable
 from envs.workbook import Workbook, read_workbook
 from fastask_jax.ask.answer import Answer, AskError
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
+from fastask_jax.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from fastask_jax.policies.engine import EnginePolicy
@@ -59,7 +60,7 @@ class Asker:
             raise AskError(f"run_python isn't available here: {error}") from error
         try:
             if compile_cache is not None:
-                _keep_compiled(compile_cache)
+                keep_compiled(compile_cache)
             self._policy = _load(folder, max_len)
         except BaseException:
             self._sandbox.close()
@@ -165,15 +166,6 @@ class _Asked:
 
 def _spelled(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-
-
-def _keep_compiled(folder: Path) -> None:
-    import jax
-    from jax.experimental.compilation_cache.compilation_cache import reset_cache
-
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    reset_cache()  # JAX settles at its first compilation whether there is a cache
 
 
 def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:

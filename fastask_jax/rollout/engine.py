@@ -113,7 +113,8 @@ class Decoding:
     @property
     def done(self) -> bool:
         """Whether `Engine.finish` wouldn't wait."""
-        return all(leaf.is_ready() for _, outputs in self.calls for leaf in outputs)
+        outputs: list[Any] = [leaf for _, outputs in self.calls for leaf in outputs]
+        return all(leaf.is_ready() for leaf in outputs)
 
 
 class Engine:

@@ -82,7 +82,8 @@ def wait_for(what, process, seconds=300):
 @pytest.mark.slow
 def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
     config = asynchronous(tmp_path / "run", steps=6, eval_tasks=0)
-    config = replace(config, fleet=replace(config.fleet, place="process"))
+    fleet, compiled = replace(config.fleet, place="process"), tmp_path / "compiled"
+    config = replace(config, fleet=fleet, compile_cache=compiled)
     metrics = config.run_dir / "metrics.jsonl"
 
     def steps(count):
@@ -90,6 +91,7 @@ def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
 
     process = start(config)
     wait_for(steps(1), process)
+    assert any(compiled.iterdir())
     [first] = replicas(process.pid)
     os.kill(first, signal.SIGKILL)
     [second] = wait_for(lambda: [pid for pid in replicas(process.pid) if pid != first], process)
