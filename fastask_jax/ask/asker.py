@@ -59,7 +59,7 @@ class Asker:
             raise AskError(f"run_python isn't available here: {error}") from error
         try:
             if compile_cache is not None:
-                _keep_compiled(compile_cache)
+                keep_compiled(compile_cache)
             self._policy = _load(folder, max_len)
         except BaseException:
             self._sandbox.close()
@@ -167,7 +167,8 @@ def _spelled(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def _keep_compiled(folder: Path) -> None:
+def keep_compiled(folder: Path) -> None:
+    """Has JAX keep what it compiles in a folder, for later processes."""
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
