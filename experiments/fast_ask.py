@@ -127,6 +127,11 @@ class Config:
                 "with fleet.place=http the servers give their slots away themselves: leave "
                 "rollout.evict_after out"
             )
+        if self.fleet.place == "http" and self.lora.rank:
+            raise ValueError(
+                "with fleet.place=http servers read whole weights, and merged adapters round "
+                "otherwise than the learner's: leave lora.rank out"
+            )
         if self.rollout_mesh != MeshConfig() and self.distributed != DistributedConfig():
             raise ValueError(
                 "rollout_mesh is for one learner process: with several, each samples on one device"
@@ -303,10 +308,9 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
         links: list[Link] = []
         if config.fleet.place == "http":
             root = config.fleet.weights_dir or config.run_dir / "weights"
-            # In the type that `load` has given them: what samples is what learns.
-            kind = model.dtype if config.lora.rank else "float32"
+            # As they are: what samples is what learns.
             folder = stack.enter_context(
-                WeightsFolder(root, lambda path, tree: save_params(path, model, tree, kind))
+                WeightsFolder(root, lambda path, params: save_params(path, model, params))
             )
             for number, url in enumerate(config.fleet.servers):
                 pool = stack.enter_context(environments(config))

@@ -132,7 +132,7 @@ class RemoteSlots:
         futures = [*self._flying, *([self._loading] if self._loading else [])]
         done = wait(futures, _WAIT, FIRST_COMPLETED).done
         self.stats.decode_seconds += time.perf_counter() - began
-        if not futures:
+        if self._turns and not futures:  # newer weights are on their way
             time.sleep(_WAIT)
         return [self._take(future) for future in done if future in self._flying]
 

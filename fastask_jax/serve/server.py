@@ -96,7 +96,12 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
         load=newer,
         weights_from=None if config.weights_from is None else Path(config.weights_from),
         api_key=api_key,
-        limits=Limits(requests=config.slots + config.queue + 16, seconds=config.deadline),
+        limits=Limits(
+            # Ids and text of a full slot, however they are escaped.
+            body=(1 << 20) + 64 * config.max_len,
+            requests=config.slots + config.queue + 16,
+            seconds=config.deadline,
+        ),
     )
 
 

@@ -122,6 +122,7 @@ def test_nonsense_is_refused():
         ([*HTTP, "http://127.0.0.1:1,http://127.0.0.1:1"], "twice"),
         ([*HTTP, "http://127.0.0.1:1", "--fleet.replicas", "2"], "leave fleet.replicas out"),
         ([*HTTP, "http://127.0.0.1:1", "--rollout.evict-after", "1"], "leave rollout.evict_after"),
+        ([*HTTP, "http://127.0.0.1:1", "--lora.rank", "2"], "leave lora.rank out"),
         (["--fleet.retry", "0"], "fleet.retry must be above 0"),
         (["--fleet.ray-resources", "CPU=1,GPU"], "fleet.ray_resources are NAME=AMOUNT"),
         (["--fleet.ray-resources", "CPU=-1"], "amounts above 0, not 'CPU=-1'"),

@@ -73,7 +73,7 @@ def test_a_server_is_killed_and_started_again_and_the_run_goes_on(tmp_path):
         learner = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
         def until(what):
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not what():
                 assert learner.poll() is None and time.monotonic() < deadline, (
                     Path(log.name).read_text()
@@ -92,7 +92,7 @@ def test_a_server_is_killed_and_started_again_and_the_run_goes_on(tmp_path):
 
                 assert learner.poll() is None or before < STEPS
                 until(lambda: learner.poll() is not None or sampled() > 0)
-                assert learner.wait(120) == 0, Path(log.name).read_text()
+                assert learner.wait(300) == 0, Path(log.name).read_text()
                 assert sampled() > 0, "nothing came from the server after its restart"
             version = httpx.get(kept.url + "/v1/models").json()["data"][0]["version"]
             assert version == STEPS
