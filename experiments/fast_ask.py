@@ -14,6 +14,7 @@ alone (PEFT).  Over several hosts: docs/several_hosts.md.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -43,8 +44,11 @@ from fastask_jax.distributed import (
     started,
 )
 from fastask_jax.fleet.config import FleetConfig
+from fastask_jax.fleet.http_link import HttpLink, WeightsFolder, connected_server
 from fastask_jax.fleet.links import Link, ProcessLink, ThreadLink
 from fastask_jax.fleet.ray_link import RayLink, connected
+from fastask_jax.fleet.remote import RemoteSlots
+from fastask_jax.fleet.server_client import ServerClient
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
 from fastask_jax.loop import LoopConfig, Trainer, read_records, write_records
 from fastask_jax.model import PRESETS, ModelConfig, check_finite, load_params, save_params
@@ -60,7 +64,8 @@ from fastask_jax.report.tables import closing_table, group_table
 from fastask_jax.report.utilisation import plot_utilisation
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig
-from fastask_jax.rollout.scheduler import RolloutConfig, Scheduler
+from fastask_jax.rollout.scheduler import RolloutConfig, RolloutStats, Scheduler
+from fastask_jax.serve.settings import read_key
 from kernels.choice import Kernels
 
 
@@ -122,6 +127,16 @@ class Config:
         if self.mode == "async" and self.distributed != DistributedConfig():
             raise ValueError(
                 "mode async runs with one learner process: leave the fields of distributed out"
+            )
+        if self.fleet.place == "http" and self.rollout.evict_after is not None:
+            raise ValueError(
+                "with fleet.place=http the servers give their slots away themselves: leave "
+                "rollout.evict_after out"
+            )
+        if self.fleet.place == "http" and self.lora.rank:
+            raise ValueError(
+                "with fleet.place=http servers read whole weights, and merged adapters round "
+                "otherwise than the learner's: leave lora.rank out"
             )
         if self.rollout_mesh != MeshConfig() and self.distributed != DistributedConfig():
             raise ValueError(
@@ -264,6 +279,26 @@ def replica(
 
 
 @contextmanager
+def served_replica(
+    config: Config, model: ModelConfig, pool: EnvPool, url: str, ending: threading.Event
+) -> Iterator[Scheduler]:
+    """What a replica works with whose engine is the server at `url`."""
+    fleet = config.fleet
+    key = None if fleet.api_key_file is None else read_key(fleet.api_key_file)
+    chat = ChatFormat(load_tokenizer(config.source))
+    longest = config.engine.max_len
+    # A connection a slot, and one for weights.
+    client = ServerClient(url, key, fleet.retry, fleet.silence, config.engine.slots + 1)
+    wanted = {
+        "stop_id": chat.stop_id, "vocab_size": model.vocab_size, "dtype": model.dtype
+    }  # fmt: skip
+    with connected_server(client, ending, longest, wanted) as found:
+        capacity, stats = min(config.engine.slots, found["slots"]), RolloutStats()
+        slots = RemoteSlots(client, capacity, longest, chat.stop_id, config.rollout, stats)
+        yield Scheduler(slots, pool, chat, config.rollout, TOOLS, stats)
+
+
+@contextmanager
 def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> Iterator[Source]:
     """Where the run's rollouts come from, with all that it needs until the block ends."""
     batches = config.loop.batches(config.objective.advantage)
@@ -279,9 +314,19 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
             yield Synchronous(actor, stream, batches, place)
             return
         links: list[Link] = []
+        if config.fleet.place == "http":
+            root = config.fleet.weights_dir or config.run_dir / "weights"
+            # As they are: what samples is what learns.
+            folder = stack.enter_context(
+                WeightsFolder(root, lambda path, params: save_params(path, model, params))
+            )
+            for number, url in enumerate(config.fleet.servers):
+                pool = stack.enter_context(environments(config))
+                make = partial(served_replica, config, model, pool, url)
+                links.append(HttpLink(f"replica {number} ({url})", make, folder))
         made = ("experiments.fast_ask:replica", (config, model))
         groups = _replica_devices(config, mesh)
-        for number in range(config.fleet.replicas):
+        for number in range(0 if links else config.fleet.replicas):
             name = f"replica {number}"
             if config.fleet.place == "process":
                 links.append(ProcessLink(name, *made))

@@ -1,11 +1,12 @@
 """The `fastask` command: ask a workbook a question, look at what this machine offers.
 
     fastask ask BOOK.xlsx "question" [--checkpoint RUN] [--json]
+    fastask serve [--checkpoint RUN] [--port N]
     fastask doctor
     fastask --version
 
-Only parses and dispatches; imports no JAX until a question is asked.  Exit codes: 0 done, 1
-failed (for `doctor`: run_python is refused here), 2 wrong usage, 130 interrupted.
+Only parses and dispatches; imports no JAX until a question is asked or a model served.  Exit codes:
+0 done, 1 failed (for `doctor`: run_python is refused here), 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def _dispatch(words: Sequence[str]) -> int | None:
     args = _parser().parse_args(words)
     if args.command == "doctor":
         return doctor()
+    if args.command == "serve":
+        _serve(args)
+        return None
     from fastask_jax.ask import main as ask  # imports JAX
 
     return ask(args.book, args.question, checkpoint=args.checkpoint, as_json=args.json)
@@ -75,12 +79,69 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", metavar="RUN", help="run directory of a training (default: shipped weights)"
     )
     ask.add_argument("--json", action="store_true", help="print one JSON object")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, token ids in and out",
+        description="Serves a model over HTTP until SIGTERM or Ctrl-C (docs/serving.md).",
+    )
+    serve.add_argument(
+        "--checkpoint", metavar="RUN", help="run directory of a training (default: shipped weights)"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    serve.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port; 0 takes a free one (8000)"
+    )
+    serve.add_argument(
+        "--slots", type=int, default=64, metavar="N", help="requests sampled at a time (64)"
+    )
+    serve.add_argument(
+        "--queue", type=int, default=256, metavar="N", help="requests that may wait (256)"
+    )
+    serve.add_argument(
+        "--max-len", type=int, default=2048, metavar="N", help="tokens of a whole text (2048)"
+    )
+    serve.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="type to compute in (float32)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--api-key-file", metavar="FILE", help="file whose only line clients have to send"
+    )
+    serve.add_argument(
+        "--weights-from", metavar="DIR", help="take new weights from folders below DIR"
+    )
+    serve.add_argument(
+        "--deadline", type=float, default=600.0, metavar="S", help="seconds of a request (600)"
+    )
+    serve.add_argument(
+        "--grace", type=float, default=30.0, metavar="S",
+        help="seconds that running requests have left after SIGTERM (30)",
+    )  # fmt: skip
     commands.add_parser(
         "doctor",
         help="show versions and the layers of the Python sandbox",
         description="Shows versions and which layers of the Python sandbox hold on this machine.",
     )
     return parser
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from fastask_jax.serve.settings import ServeConfig
+
+    values = {name: value for name, value in vars(args).items() if name != "command"}
+    try:
+        config = ServeConfig(**values)
+    except ValueError as error:
+        raise _exit.UsageError(f"{error} (see fastask serve --help)") from None
+    try:
+        from fastask_jax.serve.server import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
+            raise
+        raise ModuleNotFoundError(
+            "fastask serve needs its extra: pip install '.[serve]'", name=error.name
+        ) from None
+    serve(config)
 
 
 def doctor() -> int:

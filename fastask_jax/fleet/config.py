@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True)
@@ -15,11 +17,17 @@ class FleetConfig:
     replicas: engines, each with its own pool of environments.
     place: "thread": in this process, each on a device of its own behind those of the mesh (on the
         mesh's where there are no others).  "process": a process each, on whatever device JAX
-        gives it.  "ray": an actor each on the nodes of a Ray cluster (docs/ray.md).
+        gives it.  "ray": an actor each on the nodes of a Ray cluster (docs/ray.md).  "http": a
+        `fastask serve` each, with the environments here.
     ray_address: HOST:PORT of the cluster, or "auto" for the one this host belongs to; empty starts
         Ray on this host alone.
     ray_resources: what each replica takes of its node, as NAME=AMOUNT: CPU, GPU, or whatever the
         nodes offer.  Ray hides GPUs from a replica that asks for none.
+    servers: the URLs of the servers, one replica each.
+    weights_dir: folder of this run's own on a disk that the servers share, by the same path; the
+        run directory's weights/ if None.
+    api_key_file: file with the key that the servers want.
+    retry: seconds for which a request to a server is tried again before the server counts as lost.
     patience: seconds without a group that begins or ends, while the learner waits, after which the
         run ends and says who waits for whom.  Compiling counts: be generous.
     silence: seconds without a word from a replica that has work, after which it is stopped and
@@ -33,6 +41,10 @@ class FleetConfig:
     place: str = "thread"
     ray_address: str = ""
     ray_resources: tuple[str, ...] = ("CPU=1",)
+    servers: tuple[str, ...] = ()
+    weights_dir: Path | None = None
+    api_key_file: Path | None = None
+    retry: float = 60.0
     patience: float = 1200.0
     silence: float = 600.0
     restarts: int = 10
@@ -43,12 +55,44 @@ class FleetConfig:
                 raise ValueError(
                     f"fleet.{name} must be at least {least}, not {getattr(self, name)}"
                 )
-        if self.place not in ("thread", "process", "ray"):
-            raise ValueError(f'fleet.place is "thread", "process" or "ray", not {self.place!r}')
+        if self.place not in ("thread", "process", "ray", "http"):
+            raise ValueError(
+                f'fleet.place is "thread", "process", "ray" or "http", not {self.place!r}'
+            )
         self.ray_request()  # checks the form
-        for name in ("patience", "silence"):
+        self._check_servers()
+        for name in ("patience", "silence", "retry"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"fleet.{name} must be above 0 seconds, not {getattr(self, name)}")
+
+    def _check_servers(self) -> None:
+        if self.place != "http":
+            if self.servers:
+                raise ValueError("fleet.servers are for fleet.place=http: give that too")
+            return
+        if not self.servers:
+            raise ValueError(
+                "fleet.place=http needs fleet.servers: the addresses that `fastask serve` prints"
+            )
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("fleet.servers has an address twice: each is one replica")
+        if self.replicas != 1:
+            raise ValueError(
+                "with fleet.place=http each of fleet.servers is one replica: leave fleet.replicas "
+                "out"
+            )
+        for url in self.servers:
+            try:
+                parts = urlsplit(url)
+                whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+                more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+                parts.port  # noqa: B018 - raises ValueError
+            except ValueError:
+                whole, more = False, ""
+            if not whole or more:
+                raise ValueError(
+                    f"fleet.servers are addresses such as http://127.0.0.1:8000, not {url!r}"
+                )
 
     def ray_request(self) -> dict[str, float]:
         """`ray_resources` by name.  Raises ValueError for what isn't NAME=AMOUNT."""

@@ -98,6 +98,10 @@ class Broken:
 News = Sampled | Ended | Usage | Broken
 
 
+class Lost(Exception):
+    """What a replica works with is gone, and it ends; starting it anew may cure that."""
+
+
 def serve(
     scheduler: Scheduler,
     receive: Callable[[float], Sequence[Order]],
@@ -107,10 +111,12 @@ def serve(
     """Works until it is told to stop.
 
     receive: waits up to so many seconds for orders.  place: puts weights where the engine is.
-    An error of the scheduler is told as `Broken`.
+    An error of the scheduler is told as `Broken`; Lost is raised.
     """
     try:
         _serve(scheduler, receive, tell, place)
+    except Lost:
+        raise
     except Exception as error:
         tell(Broken(f"{type(error).__name__}: {error}"))
     finally:
@@ -145,7 +151,8 @@ def _serve(
                 scheduler.cancel(order.key)
         if scheduler.unfinished and version >= 0:
             for group in (news := scheduler.round(_PATIENCE)).sampled:
-                tell(Sampled(group.key, version))
+                assert group.oldest is not None
+                tell(Sampled(group.key, group.oldest))
             for group in news.ended:
                 for trajectory in group.trajectories:
                     trajectory.task = None

@@ -248,20 +248,29 @@ class Engine:
             self._cache = self._share(self._cache, origins, targets)
 
     def decode(
-        self, params: Params, turns: Mapping[int, Turn], temperature: float
+        self,
+        params: Params,
+        turns: Mapping[int, Turn],
+        temperature: float | Mapping[int, float],
     ) -> dict[int, Sampled]:
         """Samples up to `decode_steps` tokens in each slot of `turns`.
 
-        A slot pauses at its stop token or when its budget is spent.  Temperature 0 is greedy.
+        A slot pauses at its stop token or when its budget is spent.  temperature: of all slots, or
+        that of each; 0 is greedy.
         """
         return self.finish(self.start(params, turns, temperature))
 
     def start(
-        self, params: Params, turns: Mapping[int, Turn], temperature: float
+        self,
+        params: Params,
+        turns: Mapping[int, Turn],
+        temperature: float | Mapping[int, float],
     ) -> Decoding:
         """`decode` without waiting for what comes out: the devices work on until `finish`, before
         which none of these slots may be fed.  Raises ValueError for a budget beyond the room."""
         config = self.config
+        if not isinstance(temperature, Mapping):
+            temperature = dict.fromkeys(turns, temperature)
         by_bucket: dict[int, list[int]] = {}
         for slot, turn in turns.items():
             if not 0 < turn.budget <= self.room(slot):
@@ -294,7 +303,7 @@ class Engine:
         bucket: int,
         rows: Mapping[int, int],
         turns: Mapping[int, Turn],
-        temperature: float,
+        temperatures: Mapping[int, float],
     ) -> tuple[Array, ...]:
         """Starts one decode call; `rows`: the row of each slot in it.  The others idle."""
         size = self.config.decode_rows
@@ -302,9 +311,11 @@ class Engine:
         pending = np.zeros(size, np.int32)
         keys = np.zeros((size, 2), np.uint32)
         budgets = np.zeros(size, np.int32)
+        temperature = np.ones(size, np.float32)
         for slot, row in rows.items():
             slots[row], pending[row] = slot, self._pending[slot]
             keys[row], budgets[row] = turns[slot].key, turns[slot].budget
+            temperature[row] = temperatures[slot]
         self._cache, outputs = self._decode[bucket](
             params,
             self._cache,
@@ -312,7 +323,7 @@ class Engine:
             pending,
             keys,
             budgets,
-            np.float32(temperature),
+            temperature,
         )
         return outputs
 

@@ -144,7 +144,7 @@ def next_tokens(
     pending: Int[Array, " rows"],
     active: Bool[Array, " rows"],
     keys: UInt32[Array, "rows 2"],
-    temperature: Float[Array, ""],
+    temperature: Float[Array, "*rows"],
     blocks: list[Any] | None = None,
 ) -> tuple[Cache, Int[Array, " rows"], Float[Array, " rows"]]:
     """Feeds the pending token of the active rows and samples the next ones, with logprobs.
@@ -176,7 +176,7 @@ def decode(
     pending: Int[Array, " rows"],
     keys: UInt32[Array, "rows 2"],
     budgets: Int[Array, " rows"],
-    temperature: Float[Array, ""],
+    temperature: Float[Array, " rows"],
 ) -> tuple[Cache, tuple[Array, Array, Array, Array]]:
     """Tokens and logprobs [steps, rows], how many of them count per row, and steps run.
 

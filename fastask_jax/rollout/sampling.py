@@ -32,12 +32,14 @@ def sample(
     logits: Float[Array, "slots vocab"],
     keys: UInt32[Array, "slots 2"],
     positions: Int[Array, " slots"],
-    temperature: Float[Array, ""],
+    temperature: Float[Array, "*slots"],
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
     """Token and its float32 logprob per slot; `positions` is the token's index in its trajectory.
 
-    Temperature 0 takes the most likely token and reports its logprob at temperature 1.
+    temperature: of all slots, or one for each.  0 takes the most likely token and reports its
+        logprob at temperature 1.
     """
+    temperature = jnp.reshape(temperature, (-1, 1))
     greedy = temperature == 0
     scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)
     best = jnp.argmax(scaled, axis=-1)
@@ -45,7 +47,7 @@ def sample(
     scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled)
     total = jnp.sum(weights, axis=-1)
-    tokens = jnp.where(greedy, best, _draw(weights, _uniform(keys, positions)))
+    tokens = jnp.where(greedy[:, 0], best, _draw(weights, _uniform(keys, positions)))
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), jnp.minimum(chosen - jnp.log(total), 0.0)
 

@@ -33,7 +33,7 @@ from fastask_jax.rollout.episodes import Episode, Group
 from fastask_jax.rollout.pools import Pool
 from fastask_jax.rollout.sampling import episode_key
 from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
-from fastask_jax.rollout.slots import Slots
+from fastask_jax.rollout.slots import EpisodeSlots, Slots
 from fastask_jax.rollout.transcript import Trajectory
 
 __all__ = ["Group", "RolloutConfig", "RolloutStats", "Scheduler", "rollout"]
@@ -95,13 +95,14 @@ def rollout(
 class Scheduler:
     """Groups of episodes over the slots of one engine and the environments of one pool.
 
+    engine: an engine, or slots that stand for one elsewhere and have the same config and stats.
     set_weights: before the first round, and whenever there are others.
     unfinished: episodes that were added and have neither ended nor been cancelled.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EpisodeSlots,
         pool: Pool,
         chat: ChatFormat,
         config: RolloutConfig | None = None,
@@ -115,7 +116,9 @@ class Scheduler:
         self.stats = stats if stats is not None else RolloutStats()
         self.on_finish: Callable[[Trajectory], None] | None = None
         self.unfinished = 0
-        self._slots = Slots(engine, self.config, self.stats)
+        self._slots: EpisodeSlots = (
+            Slots(engine, self.config, self.stats) if isinstance(engine, Engine) else engine
+        )
         self._groups: dict[Hashable, Group] = {}
         self._waiting: deque[Group] = deque()  # whose environments aren't started yet
         self._live: dict[str, Episode] = {}
@@ -220,7 +223,7 @@ class Scheduler:
     def _start_groups(self) -> None:
         """Resets the environments of the next groups, at most one group ahead of the slots (with
         eviction, ahead of twice as many)."""
-        slots = self._slots.engine.config.slots * (1 if self.config.evict_after is None else 2)
+        slots = self._slots.capacity * (1 if self.config.evict_after is None else 2)
         while self._waiting and len(self._live) < slots + len(self._waiting[0].episodes):
             group = self._waiting.popleft()
             group.resetting = len(group.episodes)

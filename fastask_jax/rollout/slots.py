@@ -3,6 +3,8 @@
 Episodes come in as ready, get a slot when one is free, and sample turn after turn; a slot whose
 episode waits for its tool is parked, its state kept.  New weights feed all slots that run anew.
 
+`EpisodeSlots` is what a scheduler needs of them, wherever they are.
+
 Left out: environments and groups (the scheduler).
 """
 
@@ -12,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from fastask_jax.rollout.engine import Decoding, Engine, Params, Turn
 from fastask_jax.rollout.episodes import Episode, Group
@@ -30,11 +33,46 @@ class _Decoding:
     started: float
 
 
+class EpisodeSlots(Protocol):
+    """Where a scheduler's episodes are sampled; `Slots` says what each part does.
+
+    capacity: episodes that can be under way at a time.  stop_id: the token that ends a turn.
+    """
+
+    capacity: int
+    stop_id: int
+    params: Any
+    version: int
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def wanted(self) -> bool: ...
+
+    def enqueue(self, episodes: Sequence[Episode], first: bool) -> None: ...
+
+    def observe(self, episode: Episode, ids: list[int]) -> None: ...
+
+    def release(self, episode: Episode) -> None: ...
+
+    def forget(self, group: Group) -> None: ...
+
+    def room(self, episode: Episode) -> int: ...
+
+    def begin(self) -> bool: ...
+
+    def end(self) -> list[Episode]: ...
+
+    def take_begun(self) -> list[Group]: ...
+
+
 class Slots:
     """See the module.  `params` and `version` are what the next call decodes with."""
 
     def __init__(self, engine: Engine, config: RolloutConfig, stats: RolloutStats) -> None:
         self.engine, self.config, self.stats = engine, config, stats
+        self.capacity, self.stop_id = engine.config.slots, engine.stop_id
         self.params: Params = None
         self.version = -1
         self._begun: list[Group] = []
@@ -187,7 +225,10 @@ class Slots:
     def _start(self) -> None:
         began = time.perf_counter()
         episodes = dict(self._running)
-        budgets = {slot: self._budget(episode) for slot, episode in episodes.items()}
+        budgets = {
+            slot: turn_budget(episode, self.room(episode), self.config)
+            for slot, episode in episodes.items()
+        }
         turns = {slot: Turn(episode.key, budgets[slot][0]) for slot, episode in episodes.items()}
         calls = self.engine.start(self.params, turns, self.config.temperature)
         started = time.perf_counter()
@@ -218,16 +259,20 @@ class Slots:
                 over.append(episode)
         return over
 
-    def _budget(self, episode: Episode) -> tuple[int, str]:
-        """Tokens that the running turn may still get, and the budget that says so."""
-        return min(
-            (self.room(episode), "context"),
-            (self.config.max_tokens - episode.trajectory.sampled, "token_budget"),
-            (self.config.max_turn_tokens - len(episode.turn), "length"),
-            key=lambda pair: pair[0],
-        )
-
     @staticmethod
     def _slot(episode: Episode) -> int:
         assert episode.slot is not None
         return episode.slot
+
+
+def turn_budget(episode: Episode, room: int, config: RolloutConfig) -> tuple[int, str]:
+    """Tokens that the running turn may still get, and the budget that says so.
+
+    room: tokens that its trajectory may still get.
+    """
+    return min(
+        (room, "context"),
+        (config.max_tokens - episode.trajectory.sampled, "token_budget"),
+        (config.max_turn_tokens - len(episode.turn), "length"),
+        key=lambda pair: pair[0],
+    )

@@ -106,13 +106,26 @@ def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
     assert not Path(f"/proc/{second}").exists(), "a replica outlived its learner"
 
 
+HTTP = ("--fleet.place", "http", "--fleet.servers")
+
+
 def test_nonsense_is_refused():
     for flags, said in [
         (["--mode", "both"], "mode is sync or async"),
         (["--fleet.max-staleness", "-1"], "fleet.max_staleness must be at least 0"),
         (["--fleet.silence", "0"], "fleet.silence must be above 0"),
         (["--fleet.replicas", "0"], "fleet.replicas must be at least 1"),
-        (["--fleet.place", "moon"], 'fleet.place is "thread", "process" or "ray"'),
+        (["--fleet.place", "moon"], 'fleet.place is "thread", "process", "ray" or "http"'),
+        (["--fleet.place", "http"], "needs fleet.servers"),
+        (["--fleet.servers", "http://127.0.0.1:1"], "for fleet.place=http"),
+        ([*HTTP, "127.0.0.1:1"], "addresses such as http://127.0.0.1:8000, not '127.0.0.1:1'"),
+        ([*HTTP, "http://127.0.0.1:1/v1"], "addresses such as"),
+        ([*HTTP, "http://127.0.0.1:x"], "addresses such as"),
+        ([*HTTP, "http://127.0.0.1:1,http://127.0.0.1:1"], "twice"),
+        ([*HTTP, "http://127.0.0.1:1", "--fleet.replicas", "2"], "leave fleet.replicas out"),
+        ([*HTTP, "http://127.0.0.1:1", "--rollout.evict-after", "1"], "leave rollout.evict_after"),
+        ([*HTTP, "http://127.0.0.1:1", "--lora.rank", "2"], "leave lora.rank out"),
+        (["--fleet.retry", "0"], "fleet.retry must be above 0"),
         (["--fleet.ray-resources", "CPU=1,GPU"], "fleet.ray_resources are NAME=AMOUNT"),
         (["--fleet.ray-resources", "CPU=-1"], "amounts above 0, not 'CPU=-1'"),
         (["--fleet.ray-resources", "=2"], "not '=2'"),

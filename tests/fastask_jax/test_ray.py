@@ -121,7 +121,7 @@ class Parrot:
         return len(self.added)
 
     def set_weights(self, params, version):
-        self.weights = params
+        self.weights, self.version = params, version
 
     def add(self, key, task, copies, seed, first=False):
         self.added.append((key, self.settings, float(self.weights["w"][0]), os.getpid()))
@@ -131,7 +131,9 @@ class Parrot:
 
     def round(self, patience):
         added, self.added = self.added, []
-        return SimpleNamespace(sampled=[SimpleNamespace(key=key) for key in added], ended=[])
+        return SimpleNamespace(
+            sampled=[SimpleNamespace(key=key, oldest=self.version) for key in added], ended=[]
+        )
 
     def close(self):
         pass

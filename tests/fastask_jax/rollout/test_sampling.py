@@ -76,3 +76,13 @@ def test_episode_keys_are_stable_and_distinct():
         for copy in range(4)
     }
     assert len(made) == 48
+
+
+def test_each_slot_may_have_a_temperature_of_its_own():
+    logits = jax.random.normal(jax.random.key(0), (60, 70))
+    mixed = jnp.asarray([0.0, 0.5, 1.0] * 20)
+    tokens, logprobs = jitted(logits, keys(60), jnp.arange(60), mixed)
+    for place, temperature in enumerate((0.0, 0.5, 1.0)):
+        same, told = jitted(logits, keys(60), jnp.arange(60), temperature)
+        np.testing.assert_array_equal(tokens[place::3], same[place::3])
+        np.testing.assert_array_equal(logprobs[place::3], told[place::3])

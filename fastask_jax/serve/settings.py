@@ -1,0 +1,67 @@
+"""Settings of a server, and the key that its clients show.  Imports no JAX."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `fastask serve` is started with; see its --help.
+
+    checkpoint: as `fastask_jax.ask.checkpoint.find_policy` takes it.  dtype: of activations and of
+    matrices.  weights_from: the folder below which /inference/v1/weights may read; None: none.
+    """
+
+    checkpoint: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int = 64
+    queue: int = 256
+    max_len: int = 2048
+    dtype: str = "float32"
+    api_key_file: str | None = None
+    weights_from: str | None = None
+    deadline: float = 600.0
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port is from 0 to 65535, not {self.port}")
+        for name, least in (("slots", 1), ("queue", 0), ("max_len", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least {least}, "
+                    f"not {getattr(self, name)}"
+                )
+        for name in ("deadline", "grace"):
+            if not 0 <= getattr(self, name) < math.inf or self.deadline == 0:
+                raise ValueError(f"--{name} must be a number of seconds, not {getattr(self, name)}")
+        if self.api_key_file is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"others than this machine can reach {self.host}: give --api-key-file, so that "
+                "not everyone can use the server"
+            )
+        if self.weights_from is not None and not Path(self.weights_from).is_dir():
+            raise ValueError(f"--weights-from {self.weights_from} isn't a folder: make it first")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_key(file: str | Path) -> str:
+    """The key in a file.  Raises ValueError where there isn't one line of printable ASCII."""
+    try:
+        text = Path(file).read_text("ascii").strip()
+    except UnicodeDecodeError:
+        text = ""
+    if not text.isascii() or not text.isprintable() or not text or " " in text:
+        raise ValueError(f"{file} must hold the key alone: one line of letters, digits and signs")
+    return text
