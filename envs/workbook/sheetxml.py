@@ -1,0 +1,422 @@
+"""One worksheet of an .xlsx file: its rows found in one pass, their cells parsed when asked for.
+
+Finding rows takes no XML parser: `<` can't stand in a text or an attribute, so a row ends at
+`</row>` and starts at `<row`, wherever there are no comments, CDATA sections or foreign
+prefixes.  Documents that have those are first written anew by expat, row by row.  The used
+range comes from the first and last filled cell of every row, never from what the file declares;
+a row that doesn't look plain is parsed to find them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from xml.parsers import expat
+from xml.sax.saxutils import escape, quoteattr
+
+from envs.workbook.a1 import Area, RangeError, parse_area
+from envs.workbook.cells import Context, Row, parse_rows, row_number
+from envs.workbook.container import Damaged
+from envs.workbook.xml import as_utf8, is_true, parser, relation, walk
+
+_HEAD = re.compile(rb"<sheetData\s*/?>")
+_DECLARED = re.compile(rb"""encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
+_FIRST_CELL = re.compile(rb"""<c(?=[\s>])[^>]*?\sr\s*=\s*["'][A-Za-z]+(\d+)["']""")
+_ROOM = 1 << 22  # bytes up to which a sheet is parsed whole at once
+_LOOKS = 64  # styled blanks at a row's end that are skipped before it is parsed
+
+
+class NotPlain(Exception):
+    """The document has to be written anew before its rows can be told apart."""
+
+
+class SheetXml:
+    """A worksheet's rows and what else it says.  `rows` parses; the rest is known.
+
+    Raises Damaged for broken XML and impossible rows, at once or when the row is parsed.
+    """
+
+    def __init__(self, document: Callable[[], Iterator[bytes]], context: Context) -> None:
+        """document: gives the part's bytes in pieces; called a second time where they turn out
+        not to be plain."""
+        self.context = context
+        self.numbers: list[int] = []
+        self.used: Area | None = None
+        self.declared: str | None = None
+        self.tab_color: dict[str, str] | None = None
+        self.merged: list[str] = []
+        self.hidden_rows: list[int] = []
+        self.hidden_columns: list[tuple[int, int]] = []
+        self.table_ids: list[str] = []
+        self.protected = False
+        self.uncalculated = 0
+        self.formulas = 0
+        self.size = 0
+        self._pieces: list[bytes] = []
+        self._last = 0
+        self._flags = (True, True)  # rows may hold: hidden, formulas
+        self._bounds = [0, 0, 1 << 20, 0]  # top, bottom, left, right
+        self._parsed: dict[int, Row] | None = None
+        try:
+            frame = self._scan(document())
+        except NotPlain:
+            self._reset()
+            frame = self._scan_anew(document())
+        self._read_frame(frame)
+        self._in_order()
+        if self.size <= _ROOM:
+            self._parse_all()
+        top, bottom, left, right = self._bounds
+        self.used = Area(top, left, bottom, right) if top else None
+
+    def _reset(self) -> None:
+        self.numbers, self._pieces, self._last = [], [], 0
+        self.hidden_rows, self.uncalculated, self.formulas, self.size = [], 0, 0, 0
+        self._bounds = [0, 0, 1 << 20, 0]
+
+    # Finding the rows.
+
+    def _scan(self, chunks: Iterator[bytes]) -> bytes:
+        """Takes in every row; returns the document without them."""
+        buffer, head = b"", b""
+        found = None
+        for chunk in chunks:
+            buffer += chunk
+            found = _HEAD.search(buffer)
+            if found or len(buffer) > 1 << 24:
+                break
+        if not found:
+            raise NotPlain
+        head, buffer = buffer[: found.end()], buffer[found.end() :]
+        declared = _DECLARED.search(head[: head.find(b"?>")]) if head[:5] == b"<?xml" else None
+        if (
+            b"<!" in head
+            or not re.match(rb"\s*(?:<\?xml[^>]*\?>)?\s*<worksheet[\s>]", head)
+            or (declared and declared[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"))
+        ):
+            raise NotPlain
+        if found[0].rstrip(b"> \t\r\n").endswith(b"/"):
+            tail = [buffer, *chunks]
+            self.size = len(head)
+            return head + b"".join(tail)
+        self.size = len(head) + len(buffer)
+        waiting: list[bytes] = []
+        tail_at = -1
+        for chunk in _and_then(buffer, chunks):
+            if waiting:
+                waiting.append(chunk)
+                if b"</row>" not in waiting[-2][-6:] + chunk:
+                    continue
+                chunk = b"".join(waiting)
+                waiting = []
+            if b"!" in chunk and b"<!" in chunk:
+                raise NotPlain
+            pieces = chunk.split(b"</row>")
+            rest = pieces.pop()
+            self._flags = b"hidden" in chunk, b"<f" in chunk
+            self._take(pieces)
+            waiting.append(rest)
+            tail_at = rest.find(b"</sheetData")
+            if tail_at >= 0:
+                break
+        tail = b"".join(waiting)
+        rest_of_it = b"".join(chunks)
+        tail += rest_of_it
+        self.size += len(rest_of_it)
+        tail_at = tail.find(b"</sheetData")
+        if tail_at < 0:
+            raise Damaged("the sheet is cut off")
+        if b"<!" in tail:
+            raise NotPlain
+        if tail[:tail_at].strip():
+            self._without_cells(tail[:tail_at])
+        return head + tail[tail_at:]
+
+    def _take(self, pieces: list[bytes]) -> None:
+        """Rows one after another, each from `<row` to before its `</row>`."""
+        numbers, kept, columns = self.numbers, self._pieces, self.context.columns
+        hidden, formulas = self._flags
+        top, bottom, left, right = self._bounds
+        for piece in pieces:
+            self.size += len(piece) + 6
+            if piece[:8] != b'<row r="' or piece.find(b"<row", 8) >= 0:
+                self._bounds = [top, bottom, left, right]
+                piece = self._odd(piece)
+                top, bottom, left, right = self._bounds
+                number = self._last
+            else:
+                end = piece.index(b'"', 8)
+                try:
+                    number = int(piece[8:end])
+                except ValueError:
+                    number = row_number(piece[8:end].decode("utf-8", "replace"))
+                if not 1 <= number <= 1048576:
+                    row_number(str(number))
+                self._last = number
+            if hidden and b"hidden" in piece:
+                self._look_hidden(piece, number)
+            if formulas and b"<f" in piece:
+                self._look_formulas(piece, number)
+            last = self._last_column(piece, columns)
+            if last < 0:  # not plain enough to tell
+                parsed = parse_rows([(number, piece)], self.context)
+                if not parsed:
+                    continue
+                first, last = _extent(parsed[0])
+                left = min(left, first)
+            elif not last:
+                continue
+            elif left > 1:
+                left = min(left, self._first_column(piece, number, left))
+            numbers.append(number)
+            kept.append(piece)
+            if last > right:
+                right = last
+            if number > bottom:
+                bottom = number
+            if number < top or not top:
+                top = number
+        self._bounds = [top, bottom, left, right]
+
+    def _last_column(self, piece: bytes, columns: dict[str, int]) -> int:
+        """The row's last filled column; 0 for none, -1 where only a parser can tell."""
+        stop = len(piece)
+        for _ in range(_LOOKS):
+            place = piece.rfind(b"<c ", 0, stop)
+            if place < 0:
+                return -1 if b"<c" in piece[:stop].replace(b"<c ", b"") else 0
+            if piece.find(b"<v>", place, stop) < 0 and piece.find(b"<is", place, stop) < 0:
+                if piece.find(b"<", place + 1, stop) >= 0:  # <v/>, <f> or something stranger
+                    return -1
+                stop = place
+                continue
+            if piece[place : place + 6] != b'<c r="' or piece.find(b"<v></v>", place, stop) >= 0:
+                return -1
+            letters = piece[place + 6 : piece.index(b'"', place + 6)].rstrip(b"0123456789")
+            found = columns.get(letters.decode("latin-1"))
+            if found is None:
+                try:
+                    found = self.context.column(letters.decode("latin-1"))
+                except ValueError:
+                    return -1
+            return found
+        return -1
+
+    def _first_column(self, piece: bytes, number: int, left: int) -> int:
+        """The row's first filled column, or any number from `left` where it isn't before that."""
+        if piece.count(b"<c") == piece.count(b'<c r="'):
+            place = piece.find(b"<c ")
+            for _ in range(_LOOKS):
+                after = piece.find(b"<c ", place + 3)
+                cell = piece[place : after if after >= 0 else len(piece)]
+                letters = cell[6 : cell.find(b'"', 6)].rstrip(b"0123456789").decode("latin-1")
+                try:
+                    column = self.context.column(letters)
+                except ValueError:
+                    break
+                if column >= left:
+                    return left
+                if cell.find(b"<", 3) >= 0:  # it may still be empty
+                    break
+                place = after
+                if place < 0:
+                    return left
+        parsed = parse_rows([(number, piece)], self.context)
+        return _extent(parsed[0])[0] if parsed else left
+
+    def _odd(self, piece: bytes) -> bytes:
+        """A row with other rows, of no cells, before it, or without a plain number."""
+        starts = [m.start() for m in re.finditer(rb"<row(?=[\s>/])", piece)]
+        if not starts or piece[: starts[0]].strip():
+            raise NotPlain
+        for first, last in zip(starts, starts[1:], strict=False):
+            self._without_cells(piece[first:last])
+        piece = piece[starts[-1] :]
+        tag = piece[: piece.find(b">") + 1]
+        if not tag or tag.endswith(b"/>"):
+            raise NotPlain
+        number = _attributes(tag).get("r")
+        if number is None:
+            cell = _FIRST_CELL.search(piece)
+            number = cell[1].decode() if cell else str(self._last + 1)
+        self._last = row_number(number)
+        return piece
+
+    def _without_cells(self, data: bytes) -> None:
+        """Rows that are written `<row/>`, one after another."""
+        for tag in data.split(b"<row")[1:]:
+            if not tag.rstrip().endswith(b"/>"):
+                raise NotPlain
+            attributes = _attributes(b"<row" + tag)
+            self._last = row_number(attributes.get("r", str(self._last + 1)))
+            if is_true(attributes.get("hidden")):
+                self.hidden_rows.append(self._last)
+
+    def _look_hidden(self, piece: bytes, number: int) -> None:
+        tag = piece[: piece.find(b">") + 1]
+        if b"hidden" in tag and is_true(_attributes(tag).get("hidden")):
+            self.hidden_rows.append(number)
+
+    def _look_formulas(self, piece: bytes, number: int) -> None:
+        """Counts formulas and those without a result; keeps the shared ones."""
+        for cell in piece.split(b"<c ")[1:]:
+            if b"<f" not in cell:
+                continue
+            self.formulas += 1
+            place = cell.find(b"<v")
+            empty = place < 0 or cell[place : place + 7] == b"<v></v>" or cell[place + 2] in b"/ "
+            if empty and not (place >= 0 and b't="str"' in cell):
+                self.uncalculated += b"<is>" not in cell
+        if b"shared" in piece and b"ref" in piece:
+            parse_rows([(number, piece)], self.context)
+
+    # Documents that aren't plain.
+
+    def _scan_anew(self, chunks: Iterator[bytes]) -> bytes:
+        """As `_scan`, for any XML that says the same."""
+        frame: list[str] = []
+        row: list[str] | None = None
+        rows: list[bytes] = []
+
+        def start(tag: str, attributes: dict[str, str]) -> None:
+            nonlocal row
+            if tag == "row" and path[-1:] == ["sheetData"]:
+                row = []
+            path.append(tag)
+            if len(path) > 100:
+                raise Damaged("its elements are nested too deep")
+            words = "".join(f" {key}={quoteattr(value)}" for key, value in attributes.items())
+            (frame if row is None else row).append(f"<{tag}{words}>")
+
+        def end(tag: str) -> None:
+            nonlocal row
+            path.pop()
+            if row is not None and tag == "row" and path[-1:] == ["sheetData"]:
+                rows.append("".join(row).encode())
+                row = None
+                if len(rows) == 256:
+                    flush()
+            else:
+                (frame if row is None else row).append(f"</{tag}>")
+
+        def text(data: str) -> None:
+            if row is not None:
+                row.append(escape(data, {"\r": "&#13;"}))
+
+        def flush() -> None:
+            for piece in rows:
+                self._take([self._odd(piece)])
+            rows.clear()
+
+        path: list[str] = []
+        data = as_utf8(b"".join(chunks))
+        if data[:5] == b"<?xml":  # as_utf8 made it UTF-8, whatever it says
+            data = data[data.find(b"?>") + 2 :]
+        walk(data, start, end, text)
+        flush()
+        if frame[:1] and not frame[0].startswith(("<worksheet", "<dialogsheet", "<macrosheet")):
+            raise Damaged(f"the part is a {frame[0][:40]}, not a worksheet")
+        return "".join(frame).encode()
+
+    def _read_frame(self, frame: bytes) -> None:
+        """What stands before and after the rows."""
+
+        def start(tag: str, attributes: dict[str, str]) -> None:
+            if tag == "tabColor":
+                self.tab_color = attributes
+            elif tag == "dimension":
+                self.declared = attributes.get("ref")
+            elif tag == "col" and is_true(attributes.get("hidden")):
+                first, last = attributes.get("min", ""), attributes.get("max", "")
+                if first.isdigit() and last.isdigit():
+                    self.hidden_columns.append((int(first), int(last)))
+            elif tag == "mergeCell":
+                self.merged.append(attributes.get("ref", ""))
+            elif tag == "tablePart":
+                self.table_ids.append(relation(attributes) or "")
+            elif tag == "sheetProtection":
+                self.protected = is_true(attributes.get("sheet"))
+
+        try:
+            parser(start).Parse(frame, True)
+        except expat.ExpatError as error:
+            raise Damaged(f"broken XML around its rows: {error}") from error
+        merged = []
+        for ref in self.merged:
+            try:
+                area = parse_area(ref)[1]
+            except RangeError:
+                continue
+            if area is not None and area.cells > 1:
+                merged.append(str(area))
+        self.merged = merged
+
+    def _in_order(self) -> None:
+        """Rows by number.  Raises Damaged where one is there twice."""
+        numbers = self.numbers
+        if all(map(int.__lt__, numbers, numbers[1:])):
+            return
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        for a, b in zip(order, order[1:], strict=False):
+            if numbers[a] == numbers[b]:
+                raise Damaged(f"row {numbers[a]} is there twice")
+        self.numbers = [numbers[i] for i in order]
+        self._pieces = [self._pieces[i] for i in order]
+
+    # Parsing them.
+
+    def _parse_all(self) -> None:
+        rows = parse_rows(zip(self.numbers, self._pieces, strict=True), self.context)
+        self._parsed = {row[0]: row for row in rows}
+        self._bounds = bounds(rows)
+        self.numbers, self._pieces = [row[0] for row in rows], []
+
+    def count(self) -> int:
+        """Rows that hold something."""
+        return len(self.numbers)
+
+    def rows(self, top: int, bottom: int) -> list[Row]:
+        """The filled rows from `top` to `bottom`, both included."""
+        first, last = bisect_left(self.numbers, top), bisect_left(self.numbers, bottom + 1)
+        wanted = self.numbers[first:last]
+        if self._parsed is not None:
+            return [self._parsed[n] for n in wanted]
+        return parse_rows(zip(wanted, self._pieces[first:last], strict=True), self.context)
+
+
+def bounds(rows: Iterable[Row]) -> list[int]:
+    """Top, bottom, left and right of parsed rows; top is 0 where there are none."""
+    top, bottom, left, right = 0, 0, 1 << 20, 0
+    for row in rows:
+        first, last = _extent(row)
+        top = min(top or row[0], row[0])
+        bottom = max(bottom, row[0])
+        left, right = min(left, first), max(right, last)
+    return [top, bottom, left, right]
+
+
+def _extent(row: Row) -> tuple[int, int]:
+    segments: Any = row[1]
+    return segments[0][0], segments[-1][0] + len(segments[-1][1]) - 1
+
+
+def _attributes(tag: bytes) -> dict[str, str]:
+    """The attributes of a start tag that stands alone."""
+    tag = tag.rstrip()
+    found: list[dict[str, str]] = []
+    if not tag.endswith(b"/>"):
+        tag = tag[:-1] + b"/>"
+    try:
+        parser(lambda _, attributes: found.append(attributes)).Parse(tag, True)
+    except expat.ExpatError as error:
+        if "prefix" in str(error):
+            raise NotPlain from error
+        raise Damaged(f"broken XML in a row: {error}") from error
+    return found[0]
+
+
+def _and_then(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from others

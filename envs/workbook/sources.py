@@ -1,0 +1,231 @@
+"""Workbook files of every kind behind one interface: an outline, and rows of a sheet.
+
+An outline is JSON: what `envs.workbook.opened` makes a workbook of.  Rows are those of
+`cells`.  A `Source` runs in the worker process, never in the one that asks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol
+
+from envs.workbook.cells import Context, Row
+from envs.workbook.container import (
+    Archive,
+    Damaged,
+    Limits,
+    WorkbookError,
+    kind_of_file,
+    reason,
+)
+from envs.workbook.package import Package, read_package, relations
+from envs.workbook.sheetxml import SheetXml, bounds
+from envs.workbook.xml import walk
+
+
+class Source(Protocol):
+    """outline: see `sheet_outline` and `Opened`.  count: filled rows of a sheet.
+    numbers: their numbers, ascending.  heavy: worth keeping in a store once read."""
+
+    outline: dict[str, Any]
+    heavy: bool
+
+    def rows(self, sheet: int, top: int, bottom: int) -> list[Row]: ...
+
+    def numbers(self, sheet: int) -> list[int]: ...
+
+
+def open_source(file: BinaryIO, name: str, limits: Limits) -> Source:
+    """The source for a file, by its content.  name: the file's, without folders.
+
+    Raises WorkbookError, Damaged, and whatever the readers below raise for broken files.
+    """
+    kind = kind_of_file(file, "the file")
+    file.seek(0)
+    if kind == "xlsx":
+        source: Source = XlsxSource(file, limits)
+    elif kind == "xls":
+        from envs.workbook.legacy import read_xls
+
+        source = read_xls(file, limits)
+    elif kind in ("xlsb", "ods"):
+        from envs.workbook.legacy import read_calamine
+
+        source = read_calamine(file, kind, limits)
+    else:
+        from envs.workbook.delimited import read_csv
+
+        source = read_csv(file, os.path.splitext(name)[0] or name, limits)
+    extension = os.path.splitext(name)[1].lower().lstrip(".")
+    alike = {"xlsx": ("xlsx", "xlsm", "xltx", "xltm", "xlam"), "csv": ("csv", "tsv", "tab", "txt")}
+    if extension and extension not in alike.get(kind, (kind, "xlt", "ots")):
+        source.outline["notes"].append(f"the file is {kind} by its content, not {extension}")
+    source.outline["kind"] = kind
+    return source
+
+
+def sheet_outline(name: str, used: list[int] | None, **more: Any) -> dict[str, Any]:
+    """What an outline says of one sheet.
+
+    used: top, left, bottom, right of the filled cells.  declared: the used range that the file
+    claims.  merged: A1 ranges.  hidden_rows, hidden_columns: [first, last] pairs.
+    uncalculated: formulas without a stored result.  damage: why its cells can't be read.
+    """
+    return {
+        "name": name,
+        "used": used,
+        "state": "visible",
+        "kind": "worksheet",
+        "tab_color": None,
+        "declared": None,
+        "merged": [],
+        "hidden_rows": [],
+        "hidden_columns": [],
+        "tables": [],
+        "formulas": 0,
+        "uncalculated": 0,
+        "protected": False,
+        "damage": None,
+    } | more
+
+
+def book_outline(**more: Any) -> dict[str, Any]:
+    """An outline without sheets.  notes: what a person should know about the file."""
+    return {
+        "kind": "",
+        "epoch1904": False,
+        "formats": ["General"],
+        "names": [],
+        "notes": [],
+        "sheets": [],
+    } | more
+
+
+def spans(numbers: list[int]) -> list[list[int]]:
+    """Numbers as [first, last] pairs of those that follow each other."""
+    out: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if out and out[-1][1] == number - 1:
+            out[-1][1] = number
+        else:
+            out.append([number, number])
+    return out
+
+
+class Grid:
+    """Rows of all sheets in memory: the source of the kinds that are read at once."""
+
+    heavy = True
+
+    def __init__(self, outline: dict[str, Any], sheets: list[list[Row]], limits: Limits) -> None:
+        self.outline = outline
+        self._sheets = [{row[0]: row for row in rows} for rows in sheets]
+        cells = sum(len(s[1]) for rows in sheets for row in rows for s in row[1])
+        check_cells(cells, limits)
+        self.heavy = cells > 20_000
+        for sheet, rows in zip(outline["sheets"], sheets, strict=True):
+            top, bottom, left, right = bounds(rows)
+            sheet["used"] = [top, left, bottom, right] if top else None
+
+    def numbers(self, sheet: int) -> list[int]:
+        return sorted(self._sheets[sheet])
+
+    def rows(self, sheet: int, top: int, bottom: int) -> list[Row]:
+        found = self._sheets[sheet]
+        if bottom - top < len(found):
+            return [found[n] for n in range(top, bottom + 1) if n in found]
+        return [found[n] for n in sorted(found) if top <= n <= bottom]
+
+
+def check_cells(cells: int, limits: Limits) -> None:
+    if cells > limits.cells:
+        raise WorkbookError(
+            f"holds {cells:,} filled cells; the limit is {limits.cells:,}. Split it into smaller "
+            "workbooks"
+        )
+
+
+class XlsxSource:
+    """An .xlsx, .xlsm or Strict Open XML file."""
+
+    def __init__(self, file: BinaryIO, limits: Limits) -> None:
+        self._archive = Archive(file, limits)
+        self._limits = limits
+        package = read_package(self._archive)
+        self._sheets: list[SheetXml | None] = []
+        self.outline = book_outline(
+            epoch1904=package.epoch1904,
+            formats=package.formats,
+            notes=list(package.notes),
+            names=[vars(name) for name in package.names],
+        )
+        for entry in package.sheets:
+            found, said = self._sheet(package, entry.part, entry.kind)
+            said |= {"name": entry.name, "state": entry.state, "kind": entry.kind}
+            self._sheets.append(found)
+            self.outline["sheets"].append(said)
+        if not package.sheets:
+            raise Damaged("it lists no sheets")
+        self.heavy = sum(sheet.size for sheet in self._sheets if sheet) > 1 << 20
+
+    def _sheet(
+        self, package: Package, part: str | None, kind: str
+    ) -> tuple[SheetXml | None, dict[str, Any]]:
+        if kind != "worksheet":
+            return None, sheet_outline("", None)
+        if part is None:
+            return None, sheet_outline("", None, damage="the part with its cells is missing")
+        context = Context(package.strings, package.epoch1904)
+
+        def document() -> Iterator[bytes]:
+            return self._archive.chunks(part)
+
+        sheet = SheetXml(document, context)
+        used = sheet.used
+        said = sheet_outline(
+            "",
+            [used.top, used.left, used.bottom, used.right] if used else None,
+            tab_color=None if sheet.tab_color is None else package.color(sheet.tab_color),
+            declared=sheet.declared,
+            merged=sheet.merged,
+            hidden_rows=spans(sheet.hidden_rows),
+            hidden_columns=[list(pair) for pair in sheet.hidden_columns],
+            formulas=sheet.formulas,
+            uncalculated=sheet.uncalculated,
+            protected=sheet.protected,
+        )
+        if sheet.table_ids:
+            links = relations(self._archive, part)
+            for number in sheet.table_ids:
+                target = links.get(number, ("", ""))[1]
+                try:
+                    said["tables"].append(read_table(self._archive.read(target)))
+                except Damaged as error:
+                    self.outline["notes"].append(f"a table can't be read ({reason(error)})")
+        return sheet, said
+
+    def numbers(self, sheet: int) -> list[int]:
+        found = self._sheets[sheet]
+        return [] if found is None else found.numbers
+
+    def rows(self, sheet: int, top: int, bottom: int) -> list[Row]:
+        found = self._sheets[sheet]
+        return [] if found is None else found.rows(top, bottom)
+
+
+def read_table(data: bytes) -> dict[str, Any]:
+    """Name, range, column names and whether it has header and totals rows."""
+    table: dict[str, Any] = {"name": "", "ref": "", "columns": [], "header": True, "totals": False}
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        if tag == "table":
+            table["name"] = attributes.get("displayName") or attributes.get("name", "")
+            table["ref"] = attributes.get("ref", "")
+            table["header"] = attributes.get("headerRowCount", "1") != "0"
+            table["totals"] = attributes.get("totalsRowCount", "0") not in ("", "0")
+        elif tag == "tableColumn":
+            table["columns"].append(attributes.get("name", ""))
+
+    walk(data, start)
+    return table
