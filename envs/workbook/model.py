@@ -198,9 +198,13 @@ class Sheet:
                 for v, f in zip(values, formats, strict=True)
             ]
 
-    def missing(self, area: Area) -> dict[tuple[int, int], str]:
-        """(row, column) -> formula, of those in the area whose result nobody knows."""
+    def remarks(self, area: Area) -> dict[tuple[int, int], str]:
+        """(row, column) -> what the values of the area don't say: formulas whose result nobody
+        knows, percents, and dates that are none."""
         return {}
+
+    def is_hidden(self, row: int) -> bool:
+        return any(first <= row <= last for first, last in self.marks.hidden_rows)
 
 
 @dataclass

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from envs.workbook.a1 import MAX_ROW, Area, column_letter
+from envs.workbook.a1 import Area
 from envs.workbook.container import Damaged, Limits, WorkbookError
-from envs.workbook.formats import from_serial, kind_of
+from envs.workbook.formats import from_serial, is_percent, kind_of
 from envs.workbook.model import (
     Cell,
     CellError,
@@ -44,6 +44,8 @@ class Values:
         self.epoch1904 = epoch1904
         kinds = [kind_of(code) for code in formats]
         self.dates = [kind if kind not in ("number", "text") else None for kind in kinds]
+        # Whether a value may need a word beside it.
+        self.remarkable = any(self.dates) or any(map(is_percent, formats))
 
     def code(self, style: int) -> str:
         return self.formats[style] if style < len(self.formats) else "General"
@@ -90,7 +92,7 @@ class OpenedSheet(Sheet):
         self.marks = Marks(
             state=said["state"],
             kind=said["kind"],
-            declared=said["declared"],
+            declared=None if said["declared"] in (None, str(self._used)) else said["declared"],
             hidden_rows=tuple(map(tuple, said["hidden_rows"])),
             hidden_columns=tuple(map(tuple, said["hidden_columns"])),
             merged=tuple(said["merged"]),
@@ -120,9 +122,9 @@ class OpenedSheet(Sheet):
                         f"the rows of sheet {self.name[:40]!r} span more cells than fit in memory; "
                         "read ranges of it"
                     )
-                row = [None] * max(cells)
+                row: list[Value] = [None] * max(cells, default=0)
                 for column, (raw, style) in cells.items():
-                    row[column - 1] = self._values.value(raw, style)  # type: ignore[call-overload]
+                    row[column - 1] = self._values.value(raw, style)
                 if any(value is not None for value in row):
                     rows[number] = tuple(row)
             self._rows = rows
@@ -218,19 +220,27 @@ class OpenedSheet(Sheet):
             self._values.epoch1904,
         )  # fmt: skip
 
-    def missing(self, area: Area) -> dict[tuple[int, int], str]:
-        if not self.uncalculated:
+    def remarks(self, area: Area) -> dict[tuple[int, int], str]:
+        if not self.uncalculated and not self._values.remarkable:
             return {}
         return {
-            (number, column): formula
-            for number, row in self._fetch(area).items()
-            for column, formula, _, stored in row[2]
-            if not stored and (number, column) not in self.calculated
+            (number, column): text
+            for number, cells in self.cells(area)
+            for column, cell in enumerate(cells, area.left)
+            if (text := _remark(cell))
         }
 
     def filled(self) -> int:
         """How many cells hold a value."""
         return sum(len(cells) for _, cells in self.stored())
+
+
+def _remark(cell: Cell) -> str | None:
+    if cell.formula is not None and not cell.stored and not cell.calculated:
+        return f"{cell.formula} not calculated"
+    if cell.kind == "serial" or (cell.kind == "number" and is_percent(cell.number_format)):
+        return cell.shown
+    return None
 
 
 class OpenedWorkbook(Workbook):
@@ -261,11 +271,3 @@ class OpenedWorkbook(Workbook):
 
     def close(self) -> None:
         self.feed.close()
-
-
-def place_name(row: int, column: int) -> str:
-    """A1 for (1, 1)."""
-    return f"{column_letter(column)}{row}"
-
-
-__all__ = ["MAX_ROW", "Feed", "OpenedSheet", "OpenedWorkbook", "Values", "place_name"]

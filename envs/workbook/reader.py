@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envs.workbook.container import Damaged, Limits, WorkbookError, damaged, open_file
-from envs.workbook.model import Workbook
-from envs.workbook.opened import OpenedWorkbook
+from envs.workbook.model import Value, Workbook
+from envs.workbook.opened import Feed, OpenedSheet, OpenedWorkbook, Values
 from envs.workbook.store import BlockStore
 from envs.workbook.wire import receive, send
 
@@ -55,32 +55,70 @@ def read_workbook(
     """
     path, limits = Path(path), limits or Limits()
     with open_file(path) as file:
-        book = _open(path, file, limits, store)
+        digest = None if store is None else store.digest(file)
+        kept = None if store is None or digest is None else store.find(digest)
+        try:
+            if kept is not None:
+                book = OpenedWorkbook(kept.outline, kept, limits)
+                if calculate and book.uncalculated():
+                    worker = Worker(path, file, limits, None)
+                    worker.ask("open")
+                    _calculate(book, worker)
+                    worker.close()
+                return book
+            writing = store.writing(digest) if store is not None and digest is not None else None
+            worker = Worker(path, file, limits, writing)
+            said = worker.ask("open")
+            small = said["rows"] is not None
+            feed: Feed = Rows(said["rows"]) if small else worker
+            book = OpenedWorkbook(said["outline"], feed, limits)
+        except Damaged as error:
+            raise damaged(path, error) from error
     if calculate and book.uncalculated():
-        from envs.workbook.recalculate import fill
-
-        fill(book)
+        _calculate(book, worker)
+    if small:
+        worker.close()
     return book
 
 
-def _open(path: Path, file: BinaryIO, limits: Limits, store: BlockStore | None) -> OpenedWorkbook:
-    kept = None
-    digest = None
-    if store is not None:
-        digest = store.digest(file)
-        kept = store.find(digest)
+def recalculated(
+    path: str | os.PathLike[str], limits: Limits | None = None
+) -> dict[str, dict[tuple[int, int], Value]]:
+    """Results of all formulas that the engine can calculate, whatever the file has stored.
+
+    Sheet name -> (row, column) -> value.  Raises as `read_workbook` does, and WorkbookError
+    where no engine is installed.
+    """
+    path, limits = Path(path), limits or Limits()
+    with open_file(path) as file:
+        worker = Worker(path, file, limits, None)
+    outline = worker.ask("open")["outline"]
+    results = worker.ask("calculate", everything=True)
+    worker.close()
+    if results is None:
+        raise WorkbookError(
+            f"{path} can't be calculated: no engine is installed; "
+            "pip install 'fastask-jax[workbooks]'"
+        )
+    values = Values(outline["formats"], outline["epoch1904"])
+    found: dict[str, dict[tuple[int, int], Value]] = {s["name"]: {} for s in outline["sheets"]}
+    for sheet, row, column, raw in results:
+        found[outline["sheets"][sheet]["name"]][row, column] = values.value(raw, 0)
+    return found
+
+
+def _calculate(book: OpenedWorkbook, worker: Worker) -> None:
+    """Fills in what the file holds no results of; without an engine nothing changes."""
     try:
-        if kept is not None:
-            return OpenedWorkbook(kept.outline, kept, limits)
-        writing = store.writing(digest) if store is not None and digest is not None else None
-        worker = Worker(path, file, limits, writing)
-        said = worker.ask("open")
-        if said["rows"] is None:
-            return OpenedWorkbook(said["outline"], worker, limits)
-        worker.close()
-        return OpenedWorkbook(said["outline"], Rows(said["rows"]), limits)
-    except Damaged as error:
-        raise damaged(path, error) from error
+        results = worker.ask("calculate", everything=False) or []
+    except WorkbookError as error:
+        book.notes += (f"its formulas can't be calculated: {error}",)
+        return
+    for place, row, column, raw in results:
+        sheet = book.sheets[place]
+        assert isinstance(sheet, OpenedSheet)
+        sheet.calculated[row, column] = raw
+        sheet.uncalculated -= 1
 
 
 class Rows:
@@ -104,6 +142,7 @@ class Worker:
         self, path: Path, file: BinaryIO, limits: Limits, store: dict[str, str] | None
     ) -> None:
         self._path, self._limits = path, limits
+        self.peak = 0  # bytes of memory that it took so far
         self._lock = threading.Lock()
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(limits.seconds + _GRACE)
@@ -131,6 +170,7 @@ class Worker:
                     f"{self._limits.memory >> 20:,} MiB, or breaks the reader; open it in a "
                     "spreadsheet program and save it again, or split it"
                 ) from error
+        self.peak = said["peak"]
         if "ok" in said:
             return said["ok"]
         if "damaged" in said:

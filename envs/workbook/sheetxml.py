@@ -98,9 +98,8 @@ class SheetXml:
         ):
             raise NotPlain
         if found[0].rstrip(b"> \t\r\n").endswith(b"/"):
-            tail = [buffer, *chunks]
             self.size = len(head)
-            return head + b"".join(tail)
+            return head + buffer + b"".join(chunks)
         self.size = len(head) + len(buffer)
         waiting: list[bytes] = []
         tail_at = -1

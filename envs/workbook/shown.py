@@ -249,8 +249,8 @@ def _date(value: float, tokens: Tokens, kind: str, epoch1904: bool) -> str:
         elif first in "yeb":
             out.append(f"{year % 100:02d}" if first == "y" and n < 3 else f"{year:04d}")
         elif first == "d":
-            names = (_DAYS[weekday][:3], _DAYS[weekday])
-            out.append(names[n > 3] if n > 2 else f"{day:0{n}d}")
+            name = _DAYS[weekday]
+            out.append((name if n > 3 else name[:3]) if n > 2 else f"{day:0{n}d}")
         elif first == "h":
             out.append(f"{(hour + 11) % 12 + 1 if half else hour:0{min(n, 2)}d}")
         elif first == "s":

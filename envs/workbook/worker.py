@@ -20,6 +20,7 @@ import sys
 from typing import Any, BinaryIO
 
 from envs.workbook import cells, formulas, package, sheetxml, xml  # noqa: F401  (before forking)
+from envs.workbook.a1 import MAX_ROW
 from envs.workbook.container import Damaged, Limits, WorkbookError, reason
 from envs.workbook.sources import Source, open_source
 from envs.workbook.store import StoreWriter
@@ -90,6 +91,7 @@ class Child:
             signal.setitimer(signal.ITIMER_REAL, self._limits.seconds)
             answer = self._answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
+            answer["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             send(self._channel, answer)
         while self._writer is not None and not self._writer.done:
             self._convert()
@@ -121,7 +123,8 @@ class Child:
         source = self._source = open_source(self._file, self._name, self._limits)
         said: dict[str, Any] = {"outline": source.outline, "rows": None}
         if not source.heavy:
-            said["rows"] = [source.rows(i, 1, 1 << 20) for i in range(len(source.outline["sheets"]))]
+            sheets = range(len(source.outline["sheets"]))
+            said["rows"] = [source.rows(sheet, 1, MAX_ROW) for sheet in sheets]
         elif self._store is not None:
             self._writer = StoreWriter(source, self._file, **self._store)
         return said
@@ -130,6 +133,14 @@ class Child:
         if self._source is None:
             raise Damaged("it was never opened")
         return self._source.rows(sheet, top, bottom)
+
+    def do_calculate(self, everything: bool) -> list[list[Any]] | None:
+        """Results of formulas: see `recalculate.calculate`."""
+        from envs.workbook.recalculate import calculate
+
+        if self._source is None:
+            raise Damaged("it was never opened")
+        return calculate(self._source, everything)
 
     def do_keep(self) -> bool:
         """Finishes the store now; whether the file is kept."""
