@@ -177,7 +177,7 @@ def parse_rows(pieces: Iterable[tuple[int, bytes]], context: Context) -> list[Ro
             parser.Parse(piece)
             parser.Parse(b"</row>", True)
             if columns:
-                out.append([number, _segments(number, columns, values, styles), formulas])
+                out.append([number, segments_of(number, columns, values, styles), formulas])
     except expat.ExpatError as error:
         raise Damaged(f"row {number}: broken XML: {error}") from error
     return out
@@ -226,7 +226,7 @@ def _formula(
     return display(text), found.get("ref") if kind == "array" else None
 
 
-def _segments(
+def segments_of(
     row: int, columns: list[int], values: list[Any], styles: list[int]
 ) -> list[list[Any]]:
     first, last, count = columns[0], columns[-1], len(columns)

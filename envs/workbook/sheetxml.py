@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 from xml.parsers import expat
 from xml.sax.saxutils import escape, quoteattr
@@ -102,14 +103,16 @@ class SheetXml:
             return head + buffer + b"".join(chunks)
         self.size = len(head) + len(buffer)
         waiting: list[bytes] = []
-        tail_at = -1
-        for chunk in _and_then(buffer, chunks):
-            if waiting:
-                waiting.append(chunk)
-                if b"</row>" not in waiting[-2][-6:] + chunk:
-                    continue
+        edge = b""  # a row's end may lie across pieces
+        for chunk in chain([buffer], chunks):
+            waiting.append(chunk)
+            edge += chunk
+            if b"</row>" not in edge:
+                edge = edge[-5:]
+                continue
+            if len(waiting) > 1:
                 chunk = b"".join(waiting)
-                waiting = []
+            waiting = []
             if b"!" in chunk and b"<!" in chunk:
                 raise NotPlain
             pieces = chunk.split(b"</row>")
@@ -117,8 +120,8 @@ class SheetXml:
             self._flags = b"hidden" in chunk, b"<f" in chunk
             self._take(pieces)
             waiting.append(rest)
-            tail_at = rest.find(b"</sheetData")
-            if tail_at >= 0:
+            edge = rest[-5:]
+            if b"</sheetData" in rest:
                 break
         tail = b"".join(waiting)
         rest_of_it = b"".join(chunks)
@@ -414,8 +417,3 @@ def _attributes(tag: bytes) -> dict[str, str]:
             raise NotPlain from error
         raise Damaged(f"broken XML in a row: {error}") from error
     return found[0]
-
-
-def _and_then(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from others

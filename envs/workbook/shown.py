@@ -8,7 +8,7 @@ becomes ####), fill characters, and calendars other than the Gregorian.
 from __future__ import annotations
 
 import re
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import ROUND_HALF_UP, Context, Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ _MONTHS = (
     "January February March April May June July August September October November December"
 ).split()
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_WIDE = Context(prec=700)  # digits of the largest number with decimals
 Tokens = list[tuple[str, str]]
 
 
@@ -129,7 +130,7 @@ def _digits(amount: Decimal, tokens: Tokens, minus: bool) -> str:
         step = max(1, len(whole))
         power = amount.adjusted() // step * step
         amount = amount.scaleb(-power)
-    rounded = amount.quantize(Decimal(1).scaleb(-len(part)), ROUND_HALF_UP)
+    rounded = amount.quantize(Decimal(1).scaleb(-len(part)), ROUND_HALF_UP, _WIDE)
     if exponent is not None and rounded.adjusted() >= max(1, len(whole)):
         power += max(1, len(whole))
         rounded = rounded.scaleb(-max(1, len(whole)))
@@ -217,10 +218,10 @@ def _fraction(amount: Decimal, tokens: Tokens, slash: int) -> str:
 
 
 def _date(value: float, tokens: Tokens, kind: str, epoch1904: bool) -> str:
+    if value < 0 and kind != "duration" or abs(value) > 1e12:
+        return "####"
     moment: Any = from_serial(value, "datetime", epoch1904)
     ms = round(abs(value) * DAY_MS)
-    if value < 0 and kind != "duration":
-        return "####"
     if moment is None or not hasattr(moment, "year"):
         # Excel's own days: 0 January 1900, and 29 February of a year that had none
         year, month, day, weekday = (1900, 2, 29, 2) if 60 <= value < 61 else (1900, 1, 0, 5)

@@ -7,7 +7,9 @@ An outline is JSON: what `envs.workbook.opened` makes a workbook of.  Rows are t
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from envs.workbook.cells import Context, Row
@@ -49,10 +51,14 @@ def open_source(file: BinaryIO, name: str, limits: Limits) -> Source:
         from envs.workbook.legacy import read_xls
 
         source = read_xls(file, limits)
-    elif kind in ("xlsb", "ods"):
-        from envs.workbook.legacy import read_calamine
+    elif kind == "xlsb":
+        from envs.workbook.legacy import read_xlsb
 
-        source = read_calamine(file, kind, limits)
+        source = read_xlsb(file, limits)
+    elif kind == "ods":
+        from envs.workbook.ods import read_ods
+
+        source = read_ods(file, limits)
     else:
         from envs.workbook.delimited import read_csv
 
@@ -161,7 +167,8 @@ class XlsxSource:
             names=[vars(name) for name in package.names],
         )
         for entry in package.sheets:
-            found, said = self._sheet(package, entry.part, entry.kind)
+            with _inside(entry.name):
+                found, said = self._sheet(package, entry.part, entry.kind)
             said |= {"name": entry.name, "state": entry.state, "kind": entry.kind}
             self._sheets.append(found)
             self.outline["sheets"].append(said)
@@ -211,7 +218,19 @@ class XlsxSource:
 
     def rows(self, sheet: int, top: int, bottom: int) -> list[Row]:
         found = self._sheets[sheet]
-        return [] if found is None else found.rows(top, bottom)
+        if found is None:
+            return []
+        with _inside(self.outline["sheets"][sheet]["name"]):
+            return found.rows(top, bottom)
+
+
+@contextmanager
+def _inside(name: str) -> Iterator[None]:
+    """Names the sheet in what is said of its damage."""
+    try:
+        yield
+    except (Damaged, zlib.error) as error:
+        raise Damaged(f"sheet {name[:40]!r}: {reason(error)}") from error
 
 
 def read_table(data: bytes) -> dict[str, Any]:
