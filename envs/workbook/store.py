@@ -193,7 +193,8 @@ class StoreWriter:
     def _finish(self) -> None:
         outline = self._source.outline
         for sheet, exact in zip(outline["sheets"], self._exact, strict=True):
-            sheet["used"] = exact if exact[0] else None
+            top, bottom, left, right = exact
+            sheet["used"] = [top, left, bottom, right] if top else None
         start, length = self._write({"outline": outline, "blocks": self._blocks})
         self._out.write(start.to_bytes(8, "little") + length.to_bytes(8, "little") + _MAGIC)
         self._out.close()

@@ -97,7 +97,8 @@ def test_all_ways_of_writing_a_sheet_are_one(found, form: str, chunk: int) -> No
 
 
 def test_empty_sheets(found) -> None:
-    for inside in ("<sheetData/>", "<sheetData></sheetData>", "<sheetData> <row r='1'/></sheetData>"):
+    for rows in ("", " ", "<row r='1'/>", "\n<row r='2'></row>"):
+        inside = f"<sheetData>{rows}</sheetData>" if rows else "<sheetData/>"
         document = f'<worksheet xmlns="{NS}">{inside}</worksheet>'.encode()
         assert found(document)[:2] == ("None", [])
 
