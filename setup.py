@@ -39,11 +39,13 @@ REQUIRES = [
 ]
 
 GGUF = "gguf>=0.19,<0.20"
-# .xlsx and .csv need none of them; XlsxWriter makes a file for experiments.bench.open_workbook
+# .xlsx, .ods and .csv need none of them; isal unpacks faster than zlib, XlsxWriter makes a file
+# for experiments.bench.open_workbook
 WORKBOOKS = [
     "xlrd>=2.0.2,<3",
     "python-calamine>=0.9.1,<0.10",
     "formualizer>=0.13,<0.14",
+    "isal>=1.7,<2",
     "xlsxwriter>=3.2,<4",
 ]
 

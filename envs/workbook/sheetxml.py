@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import chain, islice
 from typing import Any
 from xml.parsers import expat
 from xml.sax.saxutils import escape, quoteattr
 
-from envs.workbook.a1 import Area, RangeError, parse_area
+from envs.workbook.a1 import MAX_ROW, Area, RangeError, column_letter, parse_area
 from envs.workbook.cells import Context, Row, parse_rows, row_number
 from envs.workbook.container import Damaged
 from envs.workbook.xml import as_utf8, is_true, parser, relation, walk
@@ -26,6 +27,7 @@ _HEAD = re.compile(rb"<sheetData\s*/?>")
 _DECLARED = re.compile(rb"""encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
 _FIRST_CELL = re.compile(rb"""<c(?=[\s>])[^>]*?\sr\s*=\s*["'][A-Za-z]+(\d+)["']""")
 _ROOM = 1 << 22  # bytes up to which a sheet is parsed whole at once
+_FILLED = (b"</v></c>", b"</t></is></c>", b"</r></is></c>")
 _LOOKS = 64  # styled blanks at a row's end that are skipped before it is parsed
 
 
@@ -39,7 +41,7 @@ class SheetXml:
     Raises Damaged for broken XML and impossible rows, at once or when the row is parsed.
     """
 
-    def __init__(self, document: Callable[[], Iterator[bytes]], context: Context) -> None:
+    def __init__(self, document: Callable[[], Generator[bytes]], context: Context) -> None:
         """document: gives the part's bytes in pieces; called a second time where they turn out
         not to be plain."""
         self.context = context
@@ -57,14 +59,19 @@ class SheetXml:
         self.size = 0
         self._pieces: list[bytes] = []
         self._last = 0
-        self._flags = (True, True)  # rows may hold: hidden, formulas
+        # How the row before begins, up to its first cell's column, and how its last cell begins.
+        self._model: tuple[bytes, bytes] | None = None
         self._bounds = [0, 0, 1 << 20, 0]  # top, bottom, left, right
         self._parsed: dict[int, Row] | None = None
-        try:
-            frame = self._scan(document())
-        except NotPlain:
-            self._reset()
-            frame = self._scan_anew(document())
+        frame = None
+        with closing(document()) as chunks:
+            try:
+                frame = self._scan(chunks)
+            except NotPlain:
+                self._reset()
+        if frame is None:
+            with closing(document()) as chunks:
+                frame = self._scan_anew(chunks)
         self._read_frame(frame)
         self._in_order()
         if self.size <= _ROOM:
@@ -75,7 +82,7 @@ class SheetXml:
     def _reset(self) -> None:
         self.numbers, self._pieces, self._last = [], [], 0
         self.hidden_rows, self.uncalculated, self.formulas, self.size = [], 0, 0, 0
-        self._bounds = [0, 0, 1 << 20, 0]
+        self._bounds, self._model = [0, 0, 1 << 20, 0], None
 
     # Finding the rows.
 
@@ -117,8 +124,8 @@ class SheetXml:
                 raise NotPlain
             pieces = chunk.split(b"</row>")
             rest = pieces.pop()
-            self._flags = b"hidden" in chunk, b"<f" in chunk
-            self._take(pieces)
+            self.size += sum(map(len, pieces))
+            self._take(pieces, b"<f" in chunk)
             waiting.append(rest)
             edge = rest[-5:]
             if b"</sheetData" in rest:
@@ -136,51 +143,83 @@ class SheetXml:
             self._without_cells(tail[:tail_at])
         return head + tail[tail_at:]
 
-    def _take(self, pieces: list[bytes]) -> None:
-        """Rows one after another, each from `<row` to before its `</row>`."""
-        numbers, kept, columns = self.numbers, self._pieces, self.context.columns
-        hidden, formulas = self._flags
-        top, bottom, left, right = self._bounds
-        for piece in pieces:
-            self.size += len(piece) + 6
-            if piece[:8] != b'<row r="' or piece.find(b"<row", 8) >= 0:
-                self._bounds = [top, bottom, left, right]
-                piece = self._odd(piece)
-                top, bottom, left, right = self._bounds
-                number = self._last
-            else:
-                end = piece.index(b'"', 8)
-                try:
-                    number = int(piece[8:end])
-                except ValueError:
-                    number = row_number(piece[8:end].decode("utf-8", "replace"))
-                if not 1 <= number <= 1048576:
-                    row_number(str(number))
-                self._last = number
-            if hidden and b"hidden" in piece:
-                self._look_hidden(piece, number)
-            if formulas and b"<f" in piece:
-                self._look_formulas(piece, number)
-            last = self._last_column(piece, columns)
-            if last < 0:  # not plain enough to tell
-                parsed = parse_rows([(number, piece)], self.context)
-                if not parsed:
+    def _take(self, pieces: list[bytes], formulas: bool = True) -> None:
+        """Rows one after another, each from `<row` to before its `</row>`.
+
+        Most rows of a large sheet look like the one before, one number on, and end in the same
+        column: those are told by comparing a few bytes.  formulas: whether there may be any.
+        """
+        place, count = 0, len(pieces)
+        while place < count:
+            if self._model is not None and not formulas:
+                alike = self._alike(pieces, place)
+                if alike:
+                    first = self._last + 1
+                    self._last += alike
+                    self.numbers.extend(range(first, first + alike))
+                    self._pieces.extend(pieces[place : place + alike])
+                    self._bounds[1] = max(self._bounds[1], self._last)
+                    place += alike
                     continue
-                first, last = _extent(parsed[0])
-                left = min(left, first)
-            elif not last:
-                continue
-            elif left > 1:
-                left = min(left, self._first_column(piece, number, left))
-            numbers.append(number)
-            kept.append(piece)
-            if last > right:
-                right = last
-            if number > bottom:
-                bottom = number
-            if number < top or not top:
-                top = number
-        self._bounds = [top, bottom, left, right]
+            self._take_one(pieces[place], formulas)
+            place += 1
+
+    def _alike(self, pieces: list[bytes], place: int) -> int:
+        """How many pieces from `place` on are rows like the last one, numbered on."""
+        assert self._model is not None
+        begin, end = self._model
+        number = first = self._last + 1
+        limit = min(len(pieces) - place, MAX_ROW - self._last)
+        for piece in islice(pieces, place, place + limit):
+            if not (
+                piece.startswith(begin % number)
+                and piece.endswith(_FILLED)
+                and piece.startswith(end % number, piece.rfind(b"<c "))
+                and piece[-9] != 0x3E  # as in <v></v></c>
+            ):
+                break
+            number += 1
+        return number - first
+
+    def _take_one(self, piece: bytes, formulas: bool) -> None:
+        columns = self.context.columns
+        self._model = None
+        plain = piece[:8] == b'<row r="' and piece.find(b"<row", 8) < 0
+        if plain:
+            end = piece.index(b'"', 8)
+            number = self._last = row_number(piece[8:end].decode("utf-8", "replace"))
+        else:
+            piece = self._odd(piece)
+            number = self._last
+        tag = piece[: piece.find(b">") + 1]
+        if b"hidden" in tag and is_true(_attributes(tag).get("hidden")):
+            self.hidden_rows.append(number)
+        if formulas and b"<f" in piece:
+            self._look_formulas(piece, number)
+        bounds = self._bounds
+        last = self._last_column(piece, columns)
+        if last < 0:  # not plain enough to tell
+            parsed = parse_rows([(number, piece)], self.context)
+            if not parsed:
+                return
+            first, last = _extent(parsed[0])
+            bounds[2] = min(bounds[2], first)
+        elif not last:
+            return
+        else:
+            if bounds[2] > 1:
+                bounds[2] = min(bounds[2], self._first_column(piece, number, bounds[2]))
+            first_cell = piece[len(tag) : len(tag) + 10]
+            if plain and b"hidden" not in tag and first_cell[:6] == b'<c r="':
+                begin = first_cell[6:].rstrip(b"0123456789\"")
+                template = b'<row r="%d' + (tag[end:] + first_cell[:6] + begin).replace(b"%", b"%%")
+                if begin.isalpha() and self.context.column(begin.decode()) >= bounds[2]:
+                    self._model = template, b'<c r="' + column_letter(last).encode() + b'%d"'
+        self.numbers.append(number)
+        self._pieces.append(piece)
+        bounds[0] = min(bounds[0] or number, number)
+        bounds[1] = max(bounds[1], number)
+        bounds[3] = max(bounds[3], last)
 
     def _last_column(self, piece: bytes, columns: dict[str, int]) -> int:
         """The row's last filled column; 0 for none, -1 where only a parser can tell."""
@@ -255,11 +294,6 @@ class SheetXml:
             self._last = row_number(attributes.get("r", str(self._last + 1)))
             if is_true(attributes.get("hidden")):
                 self.hidden_rows.append(self._last)
-
-    def _look_hidden(self, piece: bytes, number: int) -> None:
-        tag = piece[: piece.find(b">") + 1]
-        if b"hidden" in tag and is_true(_attributes(tag).get("hidden")):
-            self.hidden_rows.append(number)
 
     def _look_formulas(self, piece: bytes, number: int) -> None:
         """Counts formulas and those without a result; keeps the shared ones."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from envs.workbook.cells import Context, Row
 from envs.workbook.container import (
+    MIB,
     Archive,
     Damaged,
     Limits,
     WorkbookError,
+    ahead,
     kind_of_file,
     reason,
 )
@@ -185,8 +187,10 @@ class XlsxSource:
             return None, sheet_outline("", None, damage="the part with its cells is missing")
         context = Context(package.strings, package.epoch1904)
 
-        def document() -> Iterator[bytes]:
-            return self._archive.chunks(part)
+        def document() -> Generator[bytes]:
+            chunks = self._archive.chunks(part)
+            large = self._archive.size(part) > 4 * MIB
+            yield from ahead(chunks) if large else chunks
 
         sheet = SheetXml(document, context)
         used = sheet.used

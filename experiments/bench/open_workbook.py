@@ -65,7 +65,7 @@ def measure(path: Path, config: Config, folder: Path) -> dict[str, Any]:
     """All readers on one file: medians, and whether they read what was written."""
     rows, runs = config.rows, 1 if config.quick else config.runs
     top, wanted = w4.block(rows)
-    texts = [[str(v)[:10] if hasattr(v, "year") else str(v) for v in row] for row in wanted]
+    texts = [[w4.text(v) for v in row] for row in wanted]
     found: dict[str, list[dict[str, Any]]] = {}
     for run in range(runs):
         store = folder / f"store-{path.stem}-{run}"

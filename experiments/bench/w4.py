@@ -86,3 +86,10 @@ def write_xlsxwriter(path: Path, rows: int) -> None:
         for r, row in enumerate(content):
             sheet.write_row(r, 0, row)
     book.close()
+
+
+def text(value: Any) -> str:
+    """A value as it is compared: readers differ in types of dates and of whole numbers."""
+    if hasattr(value, "year"):
+        return value.isoformat()[:10]
+    return f"{value:.15g}" if isinstance(value, (int, float)) else str(value)

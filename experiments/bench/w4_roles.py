@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.bench import w4
+
 Said = dict[str, Any]
 
 
@@ -29,8 +31,8 @@ def _peak() -> int:
 
 
 def _texts(rows: Any) -> list[list[str]]:
-    """Values as text: every reader's dates look alike then."""
-    return [[str(v)[:10] if hasattr(v, "year") else str(v) for v in row] for row in rows]
+    """Values as text: dates and whole floats of all readers look alike then."""
+    return [[w4.text(v) for v in row] for row in rows]
 
 
 def ours(path: Path, top: int, store: str) -> Said:

@@ -96,8 +96,8 @@ def _uncalculated(book: str, missing: dict[str, int]) -> str:
     more = f", {_count(len(missing) - 5, 'more sheet')}" if len(missing) > 5 else ""
     return (
         f"{printable(book)} holds {_count(sum(missing.values()), 'formula')} without a stored "
-        f"result ({', '.join(few)}{more}), read as empty; open it in a spreadsheet program and "
-        "save it again"
+        f"result that can't be calculated here ({', '.join(few)}{more}), read as empty; open it in "
+        "a spreadsheet program and save it again"
     )
 
 

@@ -143,7 +143,7 @@ def test_cells_outside_the_sheet(tmp_path: Path, ref: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["xl__worksheets__sheet1.xml", "xl__workbook.xml", "xl__styles.xml"]
+    "part", ["xl__worksheets__sheet1.xml", "xl__workbook.xml", "xl___rels__workbook.xml.rels"]
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_entities_are_refused_wherever_they_stand(tmp_path: Path, part: str, encoding: str) -> None:
@@ -188,9 +188,10 @@ def test_a_worker_that_takes_too_long_or_too_much_is_one_line(tmp_path: Path) ->
     path = workbook(tmp_path / "slow.xlsx", rows)
     with pytest.raises(WorkbookError, match="memory|MiB") as small:
         read_workbook(path, Limits(memory=64 << 20, ratio=10**6))
-    book = read_workbook(path, Limits(seconds=1, ratio=10**6))
     with pytest.raises(WorkbookError, match="takes more than 1 s") as slow:
-        _ = book.sheets[0].filled()
+        book = read_workbook(path, Limits(seconds=1, ratio=10**6))
+        for _ in range(20):
+            book.sheets[0].filled()
     for caught in (small, slow):
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert read_workbook(workbook(tmp_path / "next.xlsx", ONE)).sheets[0].rows == {1: (7,)}
