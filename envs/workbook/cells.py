@@ -10,7 +10,8 @@ is JSON, for that is how it travels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 from xml.parsers import expat
 
@@ -26,15 +27,24 @@ Row = list[Any]
 _PLACE = re.compile(r"([A-Za-z]{1,3})([0-9]{1,7})")
 
 
+class SharedFormulaMissing(Damaged):
+    """The cell that holds it may stand in a row that wasn't parsed yet."""
+
+
 class Context:
     """What the cells of one sheet refer to.  masters: shared formulas, index -> (text, row,
     column of the cell that holds it)."""
 
-    def __init__(self, strings: Strings | None, epoch1904: bool) -> None:
-        self.strings = strings
+    def __init__(self, strings: Callable[[], Strings | None], epoch1904: bool) -> None:
+        """strings: gives the shared strings; called with the first cell that wants one."""
+        self._strings = strings
         self.epoch1904 = epoch1904
         self.masters: dict[str, tuple[str, int, int]] = {}
         self.columns: dict[str, int] = {}
+
+    @cached_property
+    def strings(self) -> Strings | None:
+        return self._strings()
 
     def column(self, letters: str) -> int:
         found = self.columns.get(letters)
@@ -217,7 +227,8 @@ def _formula(
             master, top, left = context.masters[index]
             text = moved(master, row - top, column - left)
         else:
-            raise Damaged(f"cell {column_letter(column)}{row} shares a formula that is missing")
+            place = f"{column_letter(column)}{row}"
+            raise SharedFormulaMissing(f"cell {place} shares a formula that is missing")
     elif kind == "dataTable":
         inputs = [found[key] for key in ("r1", "r2") if key in found]
         return f"=TABLE({', '.join(inputs)})", found.get("ref")

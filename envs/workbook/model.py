@@ -142,7 +142,6 @@ class Marks:
     hidden_columns: tuple[tuple[int, int], ...] = ()
     merged: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    formulas: int = 0
     protected: bool = False
     damage: str | None = None
 

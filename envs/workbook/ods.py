@@ -323,7 +323,6 @@ class Reader:
                 entries.append(entry)
             if formula is not None:
                 self._formulas.append([column, display(formula), None, value is not None])
-                self.sheets[-1][0]["formulas"] += 1
                 self.sheets[-1][0]["uncalculated"] += value is None
 
     def _column_style(self, column: int) -> str:

@@ -6,7 +6,7 @@ become Python's here, by their formats and the file's epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from envs.workbook.a1 import Area
@@ -32,6 +32,8 @@ class Feed(Protocol):
     """Gives rows of a sheet as `cells` makes them; raises WorkbookError."""
 
     def rows(self, sheet: int, top: int, bottom: int) -> list[Row]: ...
+
+    def uncalculated(self, sheet: int) -> int: ...
 
     def close(self) -> None: ...
 
@@ -81,12 +83,12 @@ class OpenedSheet(Sheet):
     """One sheet of a file.  `rows` reads all of it; `block` and `cells` what they need."""
 
     def __init__(
-        self, said: dict[str, Any], place: int, feed: Feed, values: Values, limits: Limits
+        self, said: dict[str, Any], place: int, book: OpenedWorkbook, values: Values, limits: Limits
     ) -> None:
         self.name = said["name"]
         self.tab_color = said["tab_color"]
         self.formats = {}
-        self.uncalculated = said["uncalculated"]
+        self._uncalculated: int | None = said["uncalculated"]
         used = said["used"]
         self._used = Area(*used) if used else None
         self.marks = Marks(
@@ -100,14 +102,30 @@ class OpenedSheet(Sheet):
                 Table(t["name"], t["ref"], tuple(t["columns"]), t["header"], t["totals"])
                 for t in said["tables"]
             ),
-            formulas=said["formulas"],
             protected=said["protected"],
             damage=said["damage"],
         )
-        self._place, self._feed, self._values, self._limits = place, feed, values, limits
+        self._place, self._book, self._feed = place, book, book.feed
+        self._values, self._limits = values, limits
         self._rows: dict[int, tuple] | None = None
         # Results of formulas that the file holds none of: (row, column) -> raw value.
         self.calculated: dict[tuple[int, int], Any] = {}
+
+    @property
+    def uncalculated(self) -> int:  # type: ignore[override]
+        """Formulas whose result nobody knows.  Counts and calculates when first asked."""
+        if self._uncalculated is None:
+            self._uncalculated = self._feed.uncalculated(self._place)
+        if self._uncalculated:
+            self._book.calculate()
+        return self._uncalculated - len(self.calculated)
+
+    def _knows(self, row: Row) -> bool:
+        """Whether a row has formulas that were, or are now, calculated."""
+        if not row[2] or all(stored for _, _, _, stored in row[2]):
+            return False
+        self._book.calculate()
+        return bool(self.calculated)
 
     @property
     def rows(self) -> dict[int, tuple]:  # type: ignore[override]
@@ -150,7 +168,7 @@ class OpenedSheet(Sheet):
             for column, (raw, style) in enumerate(zip(values, styles, strict=True), first)
             if raw is not None
         }
-        for column, _, _, stored in row[2]:
+        for column, _, _, stored in row[2] if self._knows(row) else ():
             if not stored and (row[0], column) in self.calculated:
                 style = next(
                     s[2][column - s[0]] for s in row[1] if 0 <= column - s[0] < len(s[1])
@@ -182,7 +200,7 @@ class OpenedSheet(Sheet):
                             values[begin - first : end - first],
                             styles[begin - first : end - first],
                         )
-                if self.calculated and row[2]:
+                if self._knows(row):
                     for column, (raw, style) in self._by_column(row).items():
                         if area.left <= column <= area.right:
                             out[column - left] = value(raw, style)
@@ -199,6 +217,7 @@ class OpenedSheet(Sheet):
                     for column, (raw, style) in enumerate(zip(values, styles, strict=True), first):
                         if area.left <= column <= area.right:
                             out[column - area.left] = make(raw, style)
+                self._knows(row)
                 for column, formula, array, stored in row[2]:
                     if area.left <= column <= area.right:
                         out[column - area.left] = self._with_formula(
@@ -221,8 +240,6 @@ class OpenedSheet(Sheet):
         )  # fmt: skip
 
     def remarks(self, area: Area) -> dict[tuple[int, int], str]:
-        if not self.uncalculated and not self._values.remarkable:
-            return {}
         return {
             (number, column): text
             for number, cells in self.cells(area)
@@ -247,9 +264,12 @@ class OpenedWorkbook(Workbook):
     """A workbook of a file.  Closing it ends the worker that reads it, if one still does."""
 
     def __init__(self, outline: dict[str, Any], feed: Feed, limits: Limits) -> None:
+        self.feed = feed
+        # Gives results of formulas that the file holds none of; None once they were asked for.
+        self.calculator: Callable[[], list[list[Any]] | None] | None = None
         values = Values(outline["formats"], outline["epoch1904"])
         sheets: list[Sheet] = [
-            OpenedSheet(said, place, feed, values, limits)
+            OpenedSheet(said, place, self, values, limits)
             for place, said in enumerate(outline["sheets"])
         ]
         if not all(sheet.name for sheet in sheets):
@@ -267,7 +287,21 @@ class OpenedWorkbook(Workbook):
         except ValueError as error:
             raise Damaged(str(error)) from error
         self.kind: str = outline["kind"]
-        self.feed = feed
+
+    def calculate(self) -> None:
+        """Fills in results that the file doesn't hold, once; without an engine nothing changes."""
+        calculator, self.calculator = self.calculator, None
+        if calculator is None:
+            return
+        try:
+            results = calculator() or []
+        except WorkbookError as error:
+            self.notes += (f"its formulas can't be calculated: {error}",)
+            return
+        for place, row, column, raw in results:
+            sheet = self.sheets[place]
+            assert isinstance(sheet, OpenedSheet)
+            sheet.calculated[row, column] = raw
 
     def close(self) -> None:
         self.feed.close()

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from envs.workbook.container import Archive, Damaged, WorkbookError, canonical, reason
 from envs.workbook.formats import BUILTIN
-from envs.workbook.xml import as_utf8, is_true, relation, walk
+from envs.workbook.xml import is_true, relation, walk
 
 # fmt: off
 INDEXED = [
@@ -62,7 +62,7 @@ class Package:
     names: list[Name] = field(default_factory=list)
     epoch1904: bool = False
     formats: list[str] = field(default_factory=lambda: ["General"])
-    strings: Strings | None = None
+    strings_part: str | None = None
     theme: list[str | None] = field(default_factory=list)
     palette: list[str] = field(default_factory=lambda: INDEXED)
     notes: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ def relations(archive: Archive, part: str) -> dict[str, tuple[str, str]]:
 
 
 def read_package(archive: Archive) -> Package:
-    """Reads everything but the worksheets.  Raises Damaged and WorkbookError."""
+    """Reads everything but the worksheets and strings.  Raises Damaged and WorkbookError."""
     top = relations(archive, "")
     main = next((t for kind, t in top.values() if kind == "officeDocument"), "xl/workbook.xml")
     if main not in archive:
@@ -148,8 +148,7 @@ def read_package(archive: Archive) -> Package:
                 read(package, archive.read(by_kind[kind]))
             except Damaged as error:
                 package.notes.append(f"its {kind} can't be read ({reason(error)})")
-    if "sharedStrings" in by_kind:
-        package.strings = Strings(as_utf8(archive.read(by_kind["sharedStrings"])))
+    package.strings_part = by_kind.get("sharedStrings")
     return package
 
 
@@ -273,7 +272,9 @@ def _styles(package: Package, data: bytes) -> None:
 
 
 class Strings:
-    """The shared strings, decoded when they are asked for.  Index errors are Damaged."""
+    """The shared strings of a UTF-8 document, decoded when they are asked for.
+
+    Damaged for an index that isn't there."""
 
     def __init__(self, data: bytes) -> None:
         self._list: list[bytes | str]

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from envs.workbook.container import Damaged, Limits, WorkbookError, damaged, open_file
 from envs.workbook.model import Value, Workbook
-from envs.workbook.opened import Feed, OpenedSheet, OpenedWorkbook, Values
+from envs.workbook.opened import Feed, OpenedWorkbook, Values
 from envs.workbook.store import BlockStore
 from envs.workbook.wire import receive, send
 
@@ -60,10 +60,11 @@ def read_workbook(
         try:
             if kept is not None:
                 book = OpenedWorkbook(kept.outline, kept, limits)
-                if calculate and book.uncalculated():
+                if calculate and any(sheet["uncalculated"] for sheet in kept.outline["sheets"]):
                     worker = Worker(path, file, limits, None)
                     worker.ask("open")
-                    _calculate(book, worker)
+                    book.calculator = worker.calculate
+                    book.calculate()
                     worker.close()
                 return book
             writing = store.writing(digest) if store is not None and digest is not None else None
@@ -74,9 +75,10 @@ def read_workbook(
             book = OpenedWorkbook(said["outline"], feed, limits)
         except Damaged as error:
             raise damaged(path, error) from error
-    if calculate and book.uncalculated():
-        _calculate(book, worker)
+    book.calculator = worker.calculate if calculate else None
     if small:
+        book.uncalculated()
+        book.calculator = None
         worker.close()
     return book
 
@@ -107,20 +109,6 @@ def recalculated(
     return found
 
 
-def _calculate(book: OpenedWorkbook, worker: Worker) -> None:
-    """Fills in what the file holds no results of; without an engine nothing changes."""
-    try:
-        results = worker.ask("calculate", everything=False) or []
-    except WorkbookError as error:
-        book.notes += (f"its formulas can't be calculated: {error}",)
-        return
-    for place, row, column, raw in results:
-        sheet = book.sheets[place]
-        assert isinstance(sheet, OpenedSheet)
-        sheet.calculated[row, column] = raw
-        sheet.uncalculated -= 1
-
-
 class Rows:
     """All rows of a small file."""
 
@@ -130,6 +118,10 @@ class Rows:
     def rows(self, sheet: int, top: int, bottom: int) -> list[list[Any]]:
         rows = self._sheets[sheet]
         return [row for row in rows if top <= row[0] <= bottom]
+
+    def uncalculated(self, sheet: int) -> int:
+        """Of formulas without a stored result; the outline of a small file has it."""
+        return sum(not stored for row in self._sheets[sheet] for _, _, _, stored in row[2])
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -181,6 +173,14 @@ class Worker:
     def rows(self, sheet: int, top: int, bottom: int) -> list[list[Any]]:
         rows: list[list[Any]] = self.ask("rows", sheet=sheet, top=top, bottom=bottom)
         return rows
+
+    def uncalculated(self, sheet: int) -> int:
+        return int(self.ask("uncalculated", sheet=sheet))
+
+    def calculate(self) -> list[list[Any]] | None:
+        """Results of formulas that the file holds none of; None without an engine."""
+        results: list[list[Any]] | None = self.ask("calculate", everything=False)
+        return results
 
     def keep(self) -> bool:
         """Waits until the store has the file; whether it does."""

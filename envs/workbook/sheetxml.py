@@ -19,14 +19,14 @@ from xml.parsers import expat
 from xml.sax.saxutils import escape, quoteattr
 
 from envs.workbook.a1 import MAX_ROW, Area, RangeError, column_letter, parse_area
-from envs.workbook.cells import Context, Row, parse_rows, row_number
+from envs.workbook.cells import Context, Row, SharedFormulaMissing, parse_rows, row_number
 from envs.workbook.container import Damaged
 from envs.workbook.xml import as_utf8, is_true, parser, relation, walk
 
 _HEAD = re.compile(rb"<sheetData\s*/?>")
 _DECLARED = re.compile(rb"""encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
 _FIRST_CELL = re.compile(rb"""<c(?=[\s>])[^>]*?\sr\s*=\s*["'][A-Za-z]+(\d+)["']""")
-_ROOM = 1 << 22  # bytes up to which a sheet is parsed whole at once
+_WIDEST = 1 << 26  # bytes of a row
 _FILLED = (b"</v></c>", b"</t></is></c>", b"</r></is></c>")
 _LOOKS = 64  # styled blanks at a row's end that are skipped before it is parsed
 
@@ -41,9 +41,11 @@ class SheetXml:
     Raises Damaged for broken XML and impossible rows, at once or when the row is parsed.
     """
 
-    def __init__(self, document: Callable[[], Generator[bytes]], context: Context) -> None:
+    def __init__(
+        self, document: Callable[[], Generator[bytes]], context: Context, whole: bool
+    ) -> None:
         """document: gives the part's bytes in pieces; called a second time where they turn out
-        not to be plain."""
+        not to be plain.  whole: parse all rows at once."""
         self.context = context
         self.numbers: list[int] = []
         self.used: Area | None = None
@@ -54,8 +56,7 @@ class SheetXml:
         self.hidden_columns: list[tuple[int, int]] = []
         self.table_ids: list[str] = []
         self.protected = False
-        self.uncalculated = 0
-        self.formulas = 0
+        self.uncalculated: int | None = None  # known once counted
         self.size = 0
         self._pieces: list[bytes] = []
         self._last = 0
@@ -74,14 +75,14 @@ class SheetXml:
                 frame = self._scan_anew(chunks)
         self._read_frame(frame)
         self._in_order()
-        if self.size <= _ROOM:
+        if whole:
             self._parse_all()
         top, bottom, left, right = self._bounds
         self.used = Area(top, left, bottom, right) if top else None
 
     def _reset(self) -> None:
         self.numbers, self._pieces, self._last = [], [], 0
-        self.hidden_rows, self.uncalculated, self.formulas, self.size = [], 0, 0, 0
+        self.hidden_rows, self.size = [], 0
         self._bounds, self._model = [0, 0, 1 << 20, 0], None
 
     # Finding the rows.
@@ -108,32 +109,24 @@ class SheetXml:
         if found[0].rstrip(b"> \t\r\n").endswith(b"/"):
             self.size = len(head)
             return head + buffer + b"".join(chunks)
-        self.size = len(head) + len(buffer)
-        waiting: list[bytes] = []
-        edge = b""  # a row's end may lie across pieces
+        self.size = len(head)
+        rest = b""
         for chunk in chain([buffer], chunks):
-            waiting.append(chunk)
-            edge += chunk
-            if b"</row>" not in edge:
-                edge = edge[-5:]
-                continue
-            if len(waiting) > 1:
-                chunk = b"".join(waiting)
-            waiting = []
-            if b"!" in chunk and b"<!" in chunk:
+            if b"!" in chunk and b"<!" in rest[-1:] + chunk:
                 raise NotPlain
             pieces = chunk.split(b"</row>")
+            if len(pieces) == 1 or b"</row>" in rest[-5:] + chunk[:5]:
+                pieces = (rest + chunk).split(b"</row>")
+            else:
+                pieces[0] = rest + pieces[0]
             rest = pieces.pop()
-            self.size += sum(map(len, pieces))
-            self._take(pieces, b"<f" in chunk)
-            waiting.append(rest)
-            edge = rest[-5:]
+            if len(rest) > _WIDEST:
+                raise Damaged("a row is longer than any that a program would write")
+            self._take(pieces)
             if b"</sheetData" in rest:
                 break
-        tail = b"".join(waiting)
-        rest_of_it = b"".join(chunks)
-        tail += rest_of_it
-        self.size += len(rest_of_it)
+        tail = rest + b"".join(chunks)
+        self.size += len(tail)
         tail_at = tail.find(b"</sheetData")
         if tail_at < 0:
             raise Damaged("the sheet is cut off")
@@ -143,15 +136,16 @@ class SheetXml:
             self._without_cells(tail[:tail_at])
         return head + tail[tail_at:]
 
-    def _take(self, pieces: list[bytes], formulas: bool = True) -> None:
+    def _take(self, pieces: list[bytes]) -> None:
         """Rows one after another, each from `<row` to before its `</row>`.
 
         Most rows of a large sheet look like the one before, one number on, and end in the same
-        column: those are told by comparing a few bytes.  formulas: whether there may be any.
+        column: those are told by comparing a few bytes.
         """
+        self.size += sum(map(len, pieces))
         place, count = 0, len(pieces)
         while place < count:
-            if self._model is not None and not formulas:
+            if self._model is not None:
                 alike = self._alike(pieces, place)
                 if alike:
                     first = self._last + 1
@@ -161,7 +155,7 @@ class SheetXml:
                     self._bounds[1] = max(self._bounds[1], self._last)
                     place += alike
                     continue
-            self._take_one(pieces[place], formulas)
+            self._take_one(pieces[place])
             place += 1
 
     def _alike(self, pieces: list[bytes], place: int) -> int:
@@ -181,7 +175,7 @@ class SheetXml:
             number += 1
         return number - first
 
-    def _take_one(self, piece: bytes, formulas: bool) -> None:
+    def _take_one(self, piece: bytes) -> None:
         columns = self.context.columns
         self._model = None
         plain = piece[:8] == b'<row r="' and piece.find(b"<row", 8) < 0
@@ -194,8 +188,6 @@ class SheetXml:
         tag = piece[: piece.find(b">") + 1]
         if b"hidden" in tag and is_true(_attributes(tag).get("hidden")):
             self.hidden_rows.append(number)
-        if formulas and b"<f" in piece:
-            self._look_formulas(piece, number)
         bounds = self._bounds
         last = self._last_column(piece, columns)
         if last < 0:  # not plain enough to tell
@@ -295,12 +287,20 @@ class SheetXml:
             if is_true(attributes.get("hidden")):
                 self.hidden_rows.append(self._last)
 
+    def count_formulas(self) -> int:
+        """How many formulas have no stored result; learns the shared ones on the way."""
+        if self.uncalculated is None:
+            self.uncalculated = 0
+            for number, piece in zip(self.numbers, self._pieces, strict=True):
+                if b"<f" in piece:
+                    self._look_formulas(piece, number)
+        return self.uncalculated
+
     def _look_formulas(self, piece: bytes, number: int) -> None:
-        """Counts formulas and those without a result; keeps the shared ones."""
+        assert self.uncalculated is not None
         for cell in piece.split(b"<c ")[1:]:
             if b"<f" not in cell:
                 continue
-            self.formulas += 1
             place = cell.find(b"<v")
             empty = place < 0 or cell[place : place + 7] == b"<v></v>" or cell[place + 2] in b"/ "
             if empty and not (place >= 0 and b't="str"' in cell):
@@ -408,6 +408,7 @@ class SheetXml:
         self._parsed = {row[0]: row for row in rows}
         self._bounds = bounds(rows)
         self.numbers, self._pieces = [row[0] for row in rows], []
+        self.uncalculated = unstored(rows)
 
     def count(self) -> int:
         """Rows that hold something."""
@@ -419,7 +420,19 @@ class SheetXml:
         wanted = self.numbers[first:last]
         if self._parsed is not None:
             return [self._parsed[n] for n in wanted]
-        return parse_rows(zip(wanted, self._pieces[first:last], strict=True), self.context)
+        pieces = self._pieces[first:last]
+        try:
+            return parse_rows(zip(wanted, pieces, strict=True), self.context)
+        except SharedFormulaMissing:
+            if self.uncalculated is not None:
+                raise
+            self.count_formulas()
+            return parse_rows(zip(wanted, pieces, strict=True), self.context)
+
+
+def unstored(rows: Iterable[Row]) -> int:
+    """How many formulas of parsed rows have no stored result."""
+    return sum(not stored for row in rows for _, _, _, stored in row[2])
 
 
 def bounds(rows: Iterable[Row]) -> list[int]:

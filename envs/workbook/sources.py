@@ -23,14 +23,17 @@ from envs.workbook.container import (
     kind_of_file,
     reason,
 )
-from envs.workbook.package import Package, read_package, relations
+from envs.workbook.package import Package, Strings, read_package, relations
 from envs.workbook.sheetxml import SheetXml, bounds
-from envs.workbook.xml import walk
+from envs.workbook.xml import as_utf8, walk
+
+WHOLE = 4 * MIB  # XML of all sheets up to which they are parsed at once
 
 
 class Source(Protocol):
-    """outline: see `sheet_outline` and `Opened`.  count: filled rows of a sheet.
-    numbers: their numbers, ascending.  heavy: worth keeping in a store once read."""
+    """outline: see `sheet_outline`.  rows: the filled ones of a sheet.
+    numbers: their numbers, ascending.  uncalculated: formulas without a stored result.
+    heavy: worth keeping in a store once read."""
 
     outline: dict[str, Any]
     heavy: bool
@@ -38,6 +41,8 @@ class Source(Protocol):
     def rows(self, sheet: int, top: int, bottom: int) -> list[Row]: ...
 
     def numbers(self, sheet: int) -> list[int]: ...
+
+    def uncalculated(self, sheet: int) -> int: ...
 
 
 def open_source(file: BinaryIO, name: str, limits: Limits) -> Source:
@@ -78,7 +83,8 @@ def sheet_outline(name: str, used: list[int] | None, **more: Any) -> dict[str, A
 
     used: top, left, bottom, right of the filled cells.  declared: the used range that the file
     claims.  merged: A1 ranges.  hidden_rows, hidden_columns: [first, last] pairs.
-    uncalculated: formulas without a stored result.  damage: why its cells can't be read.
+    uncalculated: formulas without a stored result, or None where that isn't known yet.
+    damage: why its cells can't be read.
     """
     return {
         "name": name,
@@ -91,7 +97,6 @@ def sheet_outline(name: str, used: list[int] | None, **more: Any) -> dict[str, A
         "hidden_rows": [],
         "hidden_columns": [],
         "tables": [],
-        "formulas": 0,
         "uncalculated": 0,
         "protected": False,
         "damage": None,
@@ -139,6 +144,10 @@ class Grid:
     def numbers(self, sheet: int) -> list[int]:
         return sorted(self._sheets[sheet])
 
+    def uncalculated(self, sheet: int) -> int:
+        count: int = self.outline["sheets"][sheet]["uncalculated"]
+        return count
+
     def rows(self, sheet: int, top: int, bottom: int) -> list[Row]:
         found = self._sheets[sheet]
         if bottom - top < len(found):
@@ -161,6 +170,10 @@ class XlsxSource:
         self._archive = Archive(file, limits)
         self._limits = limits
         package = read_package(self._archive)
+        self._strings_part = package.strings_part
+        self._strings: Strings | None = None
+        parts = [e.part for e in package.sheets if e.part and e.kind == "worksheet"]
+        self._whole = sum(map(self._archive.size, set(parts))) <= WHOLE
         self._sheets: list[SheetXml | None] = []
         self.outline = book_outline(
             epoch1904=package.epoch1904,
@@ -185,14 +198,14 @@ class XlsxSource:
             return None, sheet_outline("", None)
         if part is None:
             return None, sheet_outline("", None, damage="the part with its cells is missing")
-        context = Context(package.strings, package.epoch1904)
+        context = Context(self._shared_strings, package.epoch1904)
 
         def document() -> Generator[bytes]:
             chunks = self._archive.chunks(part)
             large = self._archive.size(part) > 4 * MIB
             yield from ahead(chunks) if large else chunks
 
-        sheet = SheetXml(document, context)
+        sheet = SheetXml(document, context, self._whole)
         used = sheet.used
         said = sheet_outline(
             "",
@@ -202,7 +215,6 @@ class XlsxSource:
             merged=sheet.merged,
             hidden_rows=spans(sheet.hidden_rows),
             hidden_columns=[list(pair) for pair in sheet.hidden_columns],
-            formulas=sheet.formulas,
             uncalculated=sheet.uncalculated,
             protected=sheet.protected,
         )
@@ -215,6 +227,18 @@ class XlsxSource:
                 except Damaged as error:
                     self.outline["notes"].append(f"a table can't be read ({reason(error)})")
         return sheet, said
+
+    def _shared_strings(self) -> Strings | None:
+        if self._strings is None and self._strings_part is not None:
+            self._strings = Strings(as_utf8(self._archive.read(self._strings_part)))
+        return self._strings
+
+    def uncalculated(self, sheet: int) -> int:
+        found = self._sheets[sheet]
+        if found is None:
+            return 0
+        with _inside(self.outline["sheets"][sheet]["name"]):
+            return found.count_formulas()
 
     def numbers(self, sheet: int) -> list[int]:
         found = self._sheets[sheet]

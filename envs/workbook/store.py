@@ -125,6 +125,11 @@ class KeptBook:
             place += 1
         return out
 
+    def uncalculated(self, sheet: int) -> int:
+        """Formulas without a stored result."""
+        count: int = self.outline["sheets"][sheet]["uncalculated"]
+        return count
+
     def _block(self, sheet: int, place: int) -> list[Any]:
         key = sheet, place
         found = self._cache.get(key)
@@ -154,6 +159,7 @@ class StoreWriter:
         self._rows: list[Any] = []
         self._blocks: list[list[list[int]]] = [[] for _ in source.outline["sheets"]]
         self._exact: list[list[int]] = [[0, 0, 1 << 20, 0] for _ in self._blocks]
+        self._unstored = [0 for _ in self._blocks]
         self.done = self.kept = False
 
     def step(self) -> None:
@@ -177,8 +183,9 @@ class StoreWriter:
             self._sheet, self._place, self._numbers = self._sheet + 1, 0, None
 
     def _measure(self, rows: list[Any]) -> None:
-        from envs.workbook.sheetxml import bounds
+        from envs.workbook.sheetxml import bounds, unstored
 
+        self._unstored[self._sheet] += unstored(rows)
         found, exact = bounds(rows), self._exact[self._sheet]
         if found[0]:
             exact[:] = [min(exact[0] or found[0], found[0]), max(exact[1], found[1]),
@@ -192,7 +199,10 @@ class StoreWriter:
 
     def _finish(self) -> None:
         outline = self._source.outline
-        for sheet, exact in zip(outline["sheets"], self._exact, strict=True):
+        for sheet, exact, count in zip(
+            outline["sheets"], self._exact, self._unstored, strict=True
+        ):
+            sheet["uncalculated"] = count
             top, bottom, left, right = exact
             sheet["used"] = [top, left, bottom, right] if top else None
         start, length = self._write({"outline": outline, "blocks": self._blocks})

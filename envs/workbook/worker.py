@@ -135,6 +135,11 @@ class Child:
             raise Damaged("it was never opened")
         return self._source.rows(sheet, top, bottom)
 
+    def do_uncalculated(self, sheet: int) -> int:
+        if self._source is None:
+            raise Damaged("it was never opened")
+        return self._source.uncalculated(sheet)
+
     def do_calculate(self, everything: bool) -> list[list[Any]] | None:
         """Results of formulas: see `recalculate.calculate`."""
         from envs.workbook.recalculate import calculate

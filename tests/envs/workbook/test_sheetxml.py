@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.workbook import sheetxml
 from envs.workbook.cells import Context
 from envs.workbook.container import Damaged, Limits
 from envs.workbook.package import Strings
@@ -23,33 +22,22 @@ CASES = Path(__file__).parents[4] / "shared" / "cases"
 NS = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
 
 
-def read(document: bytes, chunk: int = 1 << 20) -> SheetXml:
+def facts(document: bytes, chunk: int, whole: bool) -> tuple:
     def chunks():
         yield from (document[i : i + chunk] for i in range(0, len(document), chunk))
 
-    return SheetXml(chunks, Context(None, False))
-
-
-def facts(sheet: SheetXml) -> tuple:
+    sheet = SheetXml(chunks, Context(lambda: None, False), whole)
     return (
-        str(sheet.used), sheet.rows(1, 1 << 20), sheet.hidden_rows, sheet.uncalculated,
-        sheet.formulas, sheet.merged, sheet.hidden_columns, sheet.declared,
+        str(sheet.used), sheet.rows(1, 1 << 20), sheet.hidden_rows, sheet.count_formulas(),
+        sheet.merged, sheet.hidden_columns, sheet.declared,
     )  # fmt: skip
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch):
+def found(document: bytes, chunk: int = 1 << 20) -> tuple:
     """Facts of a document by both ways: parsed whole, and found row by row."""
-
-    def both(document: bytes, chunk: int = 1 << 20) -> tuple:
-        whole = facts(read(document, chunk))
-        monkeypatch.setattr(sheetxml, "_ROOM", 0)
-        scanned = facts(read(document, chunk))
-        monkeypatch.setattr(sheetxml, "_ROOM", 1 << 22)
-        assert scanned == whole
-        return whole
-
-    return both
+    whole = facts(document, chunk, True)
+    assert facts(document, chunk, False) == whole
+    return whole
 
 
 BODY = (
@@ -69,7 +57,7 @@ WANTED = (
          [[2, "=1+1", None, False], [5, "=2", None, True]]],
         [7, [[3, ["x"], [0]]], []],
     ],
-    [3], 1, 2, ["A1:B2"], [(2, 3)], "A1",
+    [3], 1, ["A1:B2"], [(2, 3)], "A1",
 )  # fmt: skip
 PREFIXED = PLAIN.replace("<", "<x:").replace("<x:/", "</x:").replace("xmlns=", "xmlns:x=")
 FORMS = {
@@ -92,11 +80,11 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk", [1 << 20, 37, 5])
-def test_all_ways_of_writing_a_sheet_are_one(found, form: str, chunk: int) -> None:
+def test_all_ways_of_writing_a_sheet_are_one(form: str, chunk: int) -> None:
     assert found(FORMS[form], chunk) == WANTED
 
 
-def test_empty_sheets(found) -> None:
+def test_empty_sheets() -> None:
     for rows in ("", " ", "<row r='1'/>", "\n<row r='2'></row>"):
         inside = f"<sheetData>{rows}</sheetData>" if rows else "<sheetData/>"
         document = f'<worksheet xmlns="{NS}">{inside}</worksheet>'.encode()
@@ -121,12 +109,7 @@ def test_random_sheets_both_ways(seed: int) -> None:
             cells.append(f'<c r="{ref}" s="1"{kind}>{inside}</c>' if inside else f'<c r="{ref}"/>')
         rows.append(f'<row r="{r}">{"".join(cells)}</row>')
     document = f'<worksheet xmlns="{NS}"><sheetData>{"".join(rows)}</sheetData></worksheet>'
-    whole = facts(read(document.encode()))
-    room, sheetxml._ROOM = sheetxml._ROOM, 0
-    try:
-        assert facts(read(document.encode(), 97)) == whole
-    finally:
-        sheetxml._ROOM = room
+    assert found(document.encode(), 97)[2] == []
 
 
 @pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases beside the repository")
@@ -136,14 +119,16 @@ def test_real_files_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         if path.suffix not in (".xlsx", ".xlsm") or not zipfile.is_zipfile(path):
             continue
         sources = []
-        for room in (1 << 22, 0):
-            monkeypatch.setattr(sheetxml, "_ROOM", room)
+        for whole in (1 << 30, 0):
+            monkeypatch.setattr("envs.workbook.sources.WHOLE", whole)
             try:
                 with open(path, "rb") as file:
                     source = XlsxSource(file, Limits())
-                    count = len(source.outline["sheets"])
-                    rows = [source.rows(i, 1, 1 << 20) for i in range(count)]
-                    sources.append((source.outline, rows))
+                    outline = source.outline
+                    for i, sheet in enumerate(outline["sheets"]):
+                        sheet["uncalculated"] = source.uncalculated(i)
+                    rows = [source.rows(i, 1, 1 << 20) for i in range(len(outline["sheets"]))]
+                    sources.append((outline, rows))
             except Exception as error:  # a refusal is compared too
                 sources.append((type(error).__name__, []))
         assert sources[0] == sources[1], path.name
