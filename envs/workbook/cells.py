@@ -41,6 +41,7 @@ class Context:
         self.epoch1904 = epoch1904
         self.masters: dict[str, tuple[str, int, int]] = {}
         self.columns: dict[str, int] = {}
+        self.plain_columns: dict[bytes, int] = {}
 
     @cached_property
     def strings(self) -> Strings | None:
@@ -60,12 +61,77 @@ def parse_rows(pieces: Iterable[tuple[int, bytes]], context: Context) -> list[Ro
     cells outside their row.
     """
     out: list[Row] = []
+    for number, piece in pieces:
+        row = plain_row(number, piece, context) or parse_row(number, piece, context)
+        if row:
+            out.append(row)
+    return out
+
+
+# A cell as programs write it, with nothing that would have to be translated; no formula.
+_PLAIN = re.compile(
+    rb'<c r="([A-Z]{1,3})([0-9]+)"(?: s="([0-9]+)")?(?: t="(?:(n)|(s)|(str)|inlineStr)")?>'
+    rb"(?:<v>(?:(-?[0-9]{1,18})|(-?[0-9.]+(?:[eE][-+]?[0-9]+)?)|([^<&\r]+))</v>"
+    rb'|<is><t(?: xml:space="preserve")?>([^<&\r]*)</t></is>)</c>'
+)
+
+
+def plain_row(number: int, piece: bytes, context: Context) -> Row | None:
+    """What `parse_row` gives, for a row of plain cells side by side; None for any other."""
+    place = piece.find(b">") + 1
+    digits = b"%d" % number
+    first = column = 0
+    values: list[Any] = []
+    styles: list[int] = []
+    known = context.plain_columns
+    try:
+        for match in _PLAIN.finditer(piece, place):
+            if match.start() != place:
+                return None
+            place = match.end()
+            letters, row, style, plain, shared, string, whole, real, other, inline = match.groups()
+            at = known.get(letters)
+            if at is None:
+                at = known[letters] = column_index(letters.decode())
+            if row != digits or (column and at != column + 1):
+                return None
+            column = at
+            first = first or at
+            if inline is not None:
+                if plain or shared or string:
+                    return None
+                values.append(unescape(inline.decode()))
+            elif shared:
+                assert context.strings is not None
+                values.append(context.strings[int(whole)])
+            elif string:
+                values.append(unescape((whole or real or other).decode()))
+            elif other is None and (plain or b' t="' not in match[0]):
+                if whole:
+                    values.append(int(whole))
+                else:
+                    value = float(real)
+                    if value - value:
+                        return None
+                    values.append(value)
+            else:
+                return None
+            styles.append(int(style) if style else 0)
+    except (ValueError, TypeError, AssertionError, Damaged):
+        return None  # the parser says what is wrong
+    if place != len(piece) or not values:
+        return None
+    return [number, [[first, values, styles]], []]
+
+
+def parse_row(number: int, piece: bytes, context: Context) -> Row | None:
+    """One row by expat; None where it is empty."""
     columns: list[int] = []
     values: list[Any] = []
     styles: list[int] = []
     formulas: list[list[Any]] = []
     words: list[str] = []
-    number = column = phonetic = 0
+    column = phonetic = 0
     attributes: dict[str, str] = {}
     text: str | None = None  # of <v>
     inline: list[str] | None = None
@@ -173,24 +239,20 @@ def parse_rows(pieces: Iterable[tuple[int, bytes]], context: Context) -> list[Ro
         style = attributes.get("s")
         styles.append(int(style) if style and style.isdigit() else 0)
 
-    parser: Any = None
+    parser = expat.ParserCreate("utf-8")
+    parser.buffer_text = True
+    parser.StartDoctypeDeclHandler = doctype
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.CharacterDataHandler = characters
     try:
-        for number, piece in pieces:
-            column = 0
-            columns, values, styles, formulas = [], [], [], []
-            parser = expat.ParserCreate("utf-8")
-            parser.buffer_text = True
-            parser.StartDoctypeDeclHandler = doctype
-            parser.StartElementHandler = start
-            parser.EndElementHandler = end
-            parser.CharacterDataHandler = characters
-            parser.Parse(piece)
-            parser.Parse(b"</row>", True)
-            if columns:
-                out.append([number, segments_of(number, columns, values, styles), formulas])
+        parser.Parse(piece)
+        parser.Parse(b"</row>", True)
     except expat.ExpatError as error:
         raise Damaged(f"row {number}: broken XML: {error}") from error
-    return out
+    if not columns:
+        return None
+    return [number, segments_of(number, columns, values, styles), formulas]
 
 
 def _as_number(text: str) -> int | float | None:

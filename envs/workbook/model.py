@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from envs.workbook.a1 import Area
 from envs.workbook.formats import from_serial, kind_of
@@ -34,8 +35,7 @@ class CellError(str):
 Value = None | bool | int | float | str | dt.date | dt.datetime | dt.time | dt.timedelta
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One cell with all that is known of it.
 
     kind: number, text, boolean, error, date, time, duration, empty, or serial: a number in a

@@ -79,6 +79,7 @@ class Child:
             resource.setrlimit(what, (most, most))
 
     def serve(self) -> None:
+        gc.disable()  # reading makes no cycles, and its objects are many
         sys.setswitchinterval(0.0005)  # a thread unpacks while this one looks for rows
         while True:
             while self._writer is not None and not self._writer.done:

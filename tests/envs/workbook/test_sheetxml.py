@@ -7,13 +7,13 @@ import zipfile
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-import openpyxl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.workbook.cells import Context
-from envs.workbook.container import Damaged, Limits
+from envs.workbook.a1 import column_letter
+from envs.workbook.cells import Context, parse_row, plain_row
+from envs.workbook.container import Archive, Damaged, Limits, WorkbookError
 from envs.workbook.package import Strings
 from envs.workbook.sheetxml import SheetXml
 from envs.workbook.sources import XlsxSource
@@ -100,7 +100,7 @@ def test_random_sheets_both_ways(seed: int) -> None:
     for r in sorted(draw.sample(range(1, 60), draw.randrange(0, 12))):
         cells = []
         for c in sorted(draw.sample(range(1, 30), draw.randrange(0, 6))):
-            ref = openpyxl.utils.get_column_letter(c) + str(r)
+            ref = column_letter(c) + str(r)
             inside = draw.choice(
                 ["", "<v/>", "<v></v>", "<v>1</v>", "<f>A1</f>", "<f>A1</f><v>2.5</v>",
                  "<f>A1</f><v></v>", "<is><t>t</t></is>"]
@@ -149,3 +149,56 @@ def test_shared_strings_lazy_and_parsed_agree() -> None:
                 found[bad]
     with pytest.raises(Damaged, match="cut off"):
         Strings(f'<sst xmlns="{NS}">{"".join(entries)}'.encode())
+
+
+@pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases beside the repository")
+def test_plain_rows_are_those_of_the_parser() -> None:
+    """Every row of every real file that takes the short way."""
+    short = 0
+    for path in sorted([*(CASES / "readers").iterdir(), *(CASES / "in_the_wild").iterdir()]):
+        if path.suffix not in (".xlsx", ".xlsm") or not zipfile.is_zipfile(path):
+            continue
+        with open(path, "rb") as file:
+            try:
+                archive = Archive(file, Limits(ratio=10**6))
+                strings = Strings(archive.read("xl/sharedStrings.xml"))
+            except Damaged:
+                strings = None
+            except (WorkbookError, zipfile.BadZipFile):
+                continue
+            context = Context(lambda s=strings: s, False)
+            for part in archive.names():
+                if not part.startswith("xl/worksheets/sheet"):
+                    continue
+                for piece in archive.read(part).split(b"</row>"):
+                    piece = piece[max(piece.rfind(b"<row r="), 0) :]
+                    number = piece[8:].partition(b'"')[0]
+                    if not number.isdigit():
+                        continue
+                    row = plain_row(int(number), piece, context)
+                    if row is not None:
+                        assert row == parse_row(int(number), piece, context), (path, piece)
+                        short += 1
+    assert short > 300
+
+
+cell_texts = st.sampled_from(
+    ["5", "-5", "0.5", "1E3", "1e-05", "1_0", " 5", "+5", "1.", ".5", "1e999", "NaN", "", "007",
+     "12345678901234567890", "a", "a&amp;b", "_x0041_", "x\ty"]
+)  # fmt: skip
+kinds = st.sampled_from(["", ' t="n"', ' t="str"', ' t="b"', ' t="e"', ' t="s"', ' t="inlineStr"'])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(kinds, cell_texts, st.booleans()), min_size=1, max_size=4))
+def test_random_cells_both_ways(entries: list[tuple[str, str, bool]]) -> None:
+    context = Context(lambda: Strings(b"<sst><si><t>one</t></si><si><t>two</t></si></sst>"), False)
+    cells = []
+    for column, (kind, text, inline) in enumerate(entries, 2):
+        inside = f"<is><t>{text}</t></is>" if inline else f"<v>{text}</v>"
+        style = ' s="3"' if column % 2 else ""
+        cells.append(f'<c r="{column_letter(column)}7"{style}{kind}>{inside}</c>')
+    piece = f'<row r="7">{"".join(cells)}'.encode()
+    row = plain_row(7, piece, context)
+    if row is not None:
+        assert repr(row) == repr(parse_row(7, piece, context))
