@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +36,16 @@ CASES = Path(__file__).parents[3] / "shared" / "cases"
 SECONDS, MEGABYTES = 5.0, 500
 EPOCHS = {False: dt.datetime(1899, 12, 30), True: dt.datetime(1904, 1, 1)}
 
-# Where LibreOffice and we differ, and we are right: file -> why.
-DIFFER: dict[str, str] = {}
+# Where LibreOffice's conversion isn't what the file says: file -> where, and why.
+DIFFER: dict[str, tuple[tuple[str, ...], str]] = {
+    "48968.xls": (
+        tuple(f"Sheet1!A{n}:" for n in (16, 24, 25, 26)),
+        "it calculates dates of January 1900 anew, with another day 0",
+    ),
+    "64508.xlsx": (("sheets ",), "it renames the sheet"),
+    "DataTableCities.xlsx": (("PivotTable!",), "it lays the pivot table out anew"),
+    "excelant.xls": (("ErrorCell!A1:",), "it calculates a missing function anew, to #N/A"),
+}
 
 
 @dataclass(frozen=True)
@@ -211,10 +220,14 @@ def compare(book: OpenedWorkbook, converted: Path) -> list[str]:
     """Cells that differ, and sheets that are missing or in another state."""
     import openpyxl
 
-    theirs = openpyxl.load_workbook(converted, data_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = openpyxl.load_workbook(converted, data_only=True)
     wrong = []
     ours = [s for s in book.sheets if s.marks.kind == "worksheet"]
-    others = [s for s in theirs.worksheets]
+    # Chart and macro sheets become plain ones there.
+    special = {s.name for s in book.sheets if s.marks.kind != "worksheet"}
+    others = [s for s in theirs.worksheets if s.title not in special]
     if [s.name for s in ours] != [s.title for s in others]:
         wrong.append(f"sheets {[s.name for s in ours]}, LibreOffice {[s.title for s in others]}")
     epoch1904 = theirs.epoch.year == 1904
@@ -264,11 +277,11 @@ def run_wild(path: Path, converted: Path | None, with_office: bool) -> Result:
     result.outcome = "read"
     if converted is not None:
         result.checked = "LibreOffice"
+        where, why = DIFFER.get(path.name, ((), ""))
         differences = compare(found, converted)
-        if differences and path.name in DIFFER:
-            result.checked = f"LibreOffice differs: {DIFFER[path.name]}"
-        else:
-            result.wrong += differences
+        result.wrong += [line for line in differences if not line.startswith(where)]
+        if where and differences:
+            result.checked = f"LibreOffice, but {why}"
     elif with_office:
         result.checked = "LibreOffice can't open it"
     found.close()
@@ -305,7 +318,7 @@ def main(config: Config) -> int:
         cases_wrong=sum(bool(r.wrong) for r in results),
         wild=len(others),
         wild_read=sum(r.outcome == "read" for r in others),
-        wild_compared=sum(r.checked == "LibreOffice" for r in others),
+        wild_compared=sum(r.outcome == "read" and "LibreOffice" in r.checked for r in others),
         wild_wrong=sum(bool(r.wrong) for r in others),
         slowest_seconds=max(r.seconds for r in everything),
         largest_megabytes=max(r.megabytes for r in everything),
