@@ -15,7 +15,6 @@ from collections.abc import Callable
 from envs.core import ToolCall, ToolSpec
 from envs.workbook import (
     Area,
-    CellError,
     Marks,
     RangeError,
     Sheet,
@@ -82,12 +81,13 @@ def show_value(value: object) -> str:
     if len(text) > MAX_CELL_TEXT:
         text = f"{text[:MAX_CELL_TEXT]}… ({len(text):,} characters)"
     if any(c in text for c in ',"\n\r') or (
-        _LOOKS_OTHER.fullmatch(text) and isinstance(value, str) and not isinstance(value, CellError)
+        text[:1] in _STARTS and type(value) is str and _LOOKS_OTHER.fullmatch(text)
     ):
         return '"' + text.replace('"', '""') + '"'
     return text
 
 
+_STARTS = frozenset("0123456789+-TF#")
 # A text that would be read as a number, a boolean or an error.
 _LOOKS_OTHER = re.compile(
     r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|TRUE|FALSE|#[A-Z/0_]+[!?]?"
@@ -153,6 +153,12 @@ class Toolbox:
         if call.error is not None:
             self.malformed += 1
             return f"error: {call.error}"
+        try:
+            return self._call(call)
+        except WorkbookError as error:  # a damaged row of a large file shows when it is read
+            return f"error: {error}"
+
+    def _call(self, call: ToolCall) -> str:
         arguments = call.arguments
         if call.name == "get_workbook_metadata":
             return self.metadata()
@@ -218,10 +224,7 @@ class Toolbox:
                 f"error: {total:,} cells requested, at most {MAX_CELLS:,} in one call; "
                 "nothing was read. Ask for fewer rows or columns."
             )
-        try:
-            answer = "\n".join(self._read_one(sheet, area, show) for sheet, area in wanted)
-        except WorkbookError as error:  # a damaged row of a large file shows when it is read
-            return f"error: {error}"
+        answer = "\n".join(self._read_one(sheet, area, show) for sheet, area in wanted)
         self.cells_read += total
         return answer
 

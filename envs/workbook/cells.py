@@ -259,7 +259,8 @@ def _as_number(text: str) -> int | float | None:
     if "_" in text:
         raise ValueError(f"{text[:20]!r} is no number")
     try:
-        return int(text)
+        whole = int(text)
+        return whole if abs(whole) < 10**18 else float(whole)
     except ValueError:
         if not text.strip():
             return None

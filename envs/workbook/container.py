@@ -154,6 +154,7 @@ class Archive:
     def __init__(self, file: BinaryIO, limits: Limits) -> None:
         self._zip = zipfile.ZipFile(file)
         self._file, self._limits = file, limits
+        self._lock = threading.Lock()  # a part may be unpacked ahead while another is read
         self._entries: dict[str, zipfile.ZipInfo] = {}
         for entry in self._zip.infolist():
             self._entries.setdefault(canonical(entry.filename), entry)
@@ -165,6 +166,9 @@ class Archive:
                 "Save it anew from a spreadsheet program"
             )
         self._check(sum(entry.file_size for entry in self._entries.values()))
+
+    def _at(self, place: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, place)
 
     def __contains__(self, name: str) -> bool:
         return canonical(name) in self._entries
@@ -200,31 +204,31 @@ class Archive:
             raise WorkbookError("holds encrypted parts; save it without the password")
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise Damaged(f"part {name[:80]} is packed in a way that workbooks don't use")
-        self._file.seek(entry.header_offset)
-        header = self._file.read(30)
+        header = self._at(entry.header_offset, 30)
         if header[:4] != b"PK\x03\x04":
             raise Damaged(f"part {name[:80]} isn't where the archive says")
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
-        self._file.seek(lengths, os.SEEK_CUR)
+        place = entry.header_offset + 30 + lengths
         left, crc, out = entry.compress_size, 0, 0
         inflate = _inflater() if entry.compress_type else None
         pending = b""
         while True:
             if inflate is None:
-                data = self._file.read(min(size, left))
-                left -= len(data)
+                data = self._at(place, min(size, left))
+                place, left = place + len(data), left - len(data)
                 done = not data
             else:
                 if not pending and left:
-                    pending = self._file.read(min(MIB, left))
-                    left -= len(pending)
+                    pending = self._at(place, min(MIB, left))
+                    place, left = place + len(pending), left - len(pending)
                     if not pending:
                         raise Damaged(f"part {name[:80]} is cut off")
                 data = inflate.decompress(pending, size)
                 pending = inflate.unconsumed_tail
                 done = inflate.eof or not (data or pending or left)
             out += len(data)
-            self._out += len(data)
+            with self._lock:
+                self._out += len(data)
             self._check(self._out)
             if out > entry.file_size:
                 break

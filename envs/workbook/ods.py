@@ -14,6 +14,7 @@ from envs.workbook.a1 import MAX_COLUMN, MAX_ROW, Area
 from envs.workbook.cells import Row, segments_of
 from envs.workbook.container import Archive, Damaged, Limits, WorkbookError
 from envs.workbook.formats import kind_of, to_serial
+from envs.workbook.ods_formulas import display, quoted_sheet, target
 from envs.workbook.sources import Grid, book_outline, check_cells, sheet_outline, spans
 from envs.workbook.xml import as_utf8, walk
 
@@ -144,7 +145,7 @@ class Reader:
         elif tag in ("named-range", "named-expression"):
             self._name(said)
         elif tag == "database-range":
-            area = _target(said.get("target-range-address", ""))
+            area = target(said.get("target-range-address", ""))
             if area and not said.get("name", "").startswith("__Anonymous"):
                 header = said.get("contains-header", "true") != "false"
                 self.ranges.append((said.get("name", ""), area, header))
@@ -361,8 +362,8 @@ class Reader:
 
     def _name(self, said: dict[str, str]) -> None:
         text = said.get("cell-range-address") or said.get("expression", "")
-        area = _target(text)
-        shown = f"{_sheet(area[0])}!{area[1]}" if area else display(text).lstrip("=")
+        area = target(text)
+        shown = f"{quoted_sheet(area[0])}!{area[1]}" if area else display(text).lstrip("=")
         scope = self.sheets[-1][0]["name"] if "table" in self._path and self.sheets else None
         self.names.append(
             {"name": said.get("name", ""), "refers_to": shown, "scope": scope,
@@ -396,47 +397,3 @@ def _quoted(text: str) -> str:
     if re.fullmatch(r"[-/.:, %()€$£]+", text):
         return text
     return '"' + text.replace('"', "") + '"'
-
-
-def _sheet(name: str) -> str:
-    return name if re.fullmatch(r"\w+", name) else "'" + name.replace("'", "''") + "'"
-
-
-_ADDRESS = re.compile(r"\$?(?:'((?:[^']|'')+)'|([^.'\[\]:;]*))\.(\$?[A-Za-z]+\$?[0-9]+)")
-
-
-def _target(text: str) -> tuple[str, str] | None:
-    """Sheet and range of `$Sheet1.$A$1:.$B$2`."""
-    ends = text.split(":.") if ":." in text else re.split(r":(?=\$?['\w])", text)
-    first = _ADDRESS.fullmatch(ends[0])
-    if not first:
-        return None
-    sheet = (first[1] or first[2] or "").replace("''", "'")
-    if len(ends) == 1:
-        return sheet, first[3]
-    last = ends[1] if ":." in text else (m[3] if (m := _ADDRESS.fullmatch(ends[1])) else "")
-    return (sheet, f"{first[3]}:{last}") if last else None
-
-
-def display(formula: str) -> str:
-    """`of:=SUM([.A1:.A3];2)` as `=SUM(A1:A3,2)`."""
-    text = re.sub(r"^[a-z]+:(?==)", "", formula.strip())
-
-    def reference(match: re.Match[str]) -> str:
-        inner = match[1]
-        found = _target(inner)
-        if found:
-            return f"{_sheet(found[0])}!{found[1]}" if found[0] else found[1]
-        return inner.replace(".", "")
-
-    out, last = [], 0
-    for quoted in re.finditer(r'"(?:[^"]|"")*"', text):
-        out += [_plain(text[last : quoted.start()], reference), quoted[0]]
-        last = quoted.end()
-    out.append(_plain(text[last:], reference))
-    shown = "".join(out)
-    return shown if shown.startswith("=") else "=" + shown
-
-
-def _plain(text: str, reference: Any) -> str:
-    return re.sub(r"\[([^\]]*)\]", reference, text).replace(";", ",")

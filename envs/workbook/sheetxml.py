@@ -16,12 +16,12 @@ from contextlib import closing
 from itertools import chain, islice
 from typing import Any
 from xml.parsers import expat
-from xml.sax.saxutils import escape, quoteattr
 
 from envs.workbook.a1 import MAX_ROW, Area, RangeError, column_letter, parse_area
 from envs.workbook.cells import Context, Row, SharedFormulaMissing, parse_rows, row_number
 from envs.workbook.container import Damaged
-from envs.workbook.xml import as_utf8, is_true, parser, relation, walk
+from envs.workbook.rewrite import written_anew
+from envs.workbook.xml import is_true, parser, relation
 
 _HEAD = re.compile(rb"<sheetData\s*/?>")
 _DECLARED = re.compile(rb"""encoding\s*=\s*["']([A-Za-z0-9._-]+)["']""")
@@ -72,7 +72,7 @@ class SheetXml:
                 self._reset()
         if frame is None:
             with closing(document()) as chunks:
-                frame = self._scan_anew(chunks)
+                frame = written_anew(chunks, lambda row: self._take([self._odd(row)]))
         self._read_frame(frame)
         self._in_order()
         if whole:
@@ -307,54 +307,6 @@ class SheetXml:
                 self.uncalculated += b"<is>" not in cell
         if b"shared" in piece and b"ref" in piece:
             parse_rows([(number, piece)], self.context)
-
-    # Documents that aren't plain.
-
-    def _scan_anew(self, chunks: Iterator[bytes]) -> bytes:
-        """As `_scan`, for any XML that says the same."""
-        frame: list[str] = []
-        row: list[str] | None = None
-        rows: list[bytes] = []
-
-        def start(tag: str, attributes: dict[str, str]) -> None:
-            nonlocal row
-            if tag == "row" and path[-1:] == ["sheetData"]:
-                row = []
-            path.append(tag)
-            if len(path) > 100:
-                raise Damaged("its elements are nested too deep")
-            words = "".join(f" {key}={quoteattr(value)}" for key, value in attributes.items())
-            (frame if row is None else row).append(f"<{tag}{words}>")
-
-        def end(tag: str) -> None:
-            nonlocal row
-            path.pop()
-            if row is not None and tag == "row" and path[-1:] == ["sheetData"]:
-                rows.append("".join(row).encode())
-                row = None
-                if len(rows) == 256:
-                    flush()
-            else:
-                (frame if row is None else row).append(f"</{tag}>")
-
-        def text(data: str) -> None:
-            if row is not None:
-                row.append(escape(data, {"\r": "&#13;"}))
-
-        def flush() -> None:
-            for piece in rows:
-                self._take([self._odd(piece)])
-            rows.clear()
-
-        path: list[str] = []
-        data = as_utf8(b"".join(chunks))
-        if data[:5] == b"<?xml":  # as_utf8 made it UTF-8, whatever it says
-            data = data[data.find(b"?>") + 2 :]
-        walk(data, start, end, text)
-        flush()
-        if frame[:1] and not frame[0].startswith(("<worksheet", "<dialogsheet", "<macrosheet")):
-            raise Damaged(f"the part is a {frame[0][:40]}, not a worksheet")
-        return "".join(frame).encode()
 
     def _read_frame(self, frame: bytes) -> None:
         """What stands before and after the rows."""

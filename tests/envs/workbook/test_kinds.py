@@ -11,7 +11,7 @@ import pytest
 
 from envs.workbook import Area, CellError, Limits, WorkbookError, read_workbook
 from envs.workbook.legacy import read_xls, read_xlsb
-from envs.workbook.ods import display
+from envs.workbook.ods_formulas import display
 
 CASES = Path(__file__).parents[4] / "shared" / "cases"
 needs_cases = pytest.mark.skipif(
