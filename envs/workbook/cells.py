@@ -221,7 +221,7 @@ def parse_row(number: int, piece: bytes, context: Context) -> Row | None:
                 value = text if serial is None else [serial[1], serial[0]]
             else:
                 value = text
-        except (ValueError, Damaged) as error:
+        except (ValueError, OverflowError, Damaged) as error:
             what = error if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"
             place = f"{column_letter(column)}{number}"
             raise Damaged(f"cell {place!r}: {what}"[:200]) from error

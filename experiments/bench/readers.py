@@ -20,11 +20,12 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envs.workbook import Area, CellError, Limits, WorkbookError, parse_area
+from envs.workbook import Area, CellError, Limits, WorkbookError, column_letter, parse_area
 from envs.workbook.container import Damaged, damaged
 from envs.workbook.model import Cell
 from envs.workbook.opened import OpenedSheet, OpenedWorkbook
@@ -105,46 +106,66 @@ def check(book: OpenedWorkbook, path: Path, asked: dict[str, Any]) -> str | None
     ref, wanted = asked["ref"], asked["value"]
     found: Any
     if ref.startswith("@"):
-        found = {
-            "@used": lambda: str(sheet.used()),
-            "@merged": lambda: sorted(sheet.marks.merged),
-            "@hidden_rows": lambda: [
-                n for a, b in sheet.marks.hidden_rows for n in range(a, b + 1)
-            ],
-            "@hidden_cols": lambda: [
-                str(Area(1, n, 1, n))[:-1]
-                for a, b in sheet.marks.hidden_columns
-                for n in range(a, b + 1)
-            ],
-            "@state": lambda: sheet.marks.state,
-            "@cells": sheet.filled,
-            "@tab_color": lambda: sheet.tab_color,
-        }[ref]()
-        wanted = sorted(wanted) if ref == "@merged" else wanted
+        if ref not in FACTS:
+            return f"{ref} is no check that is known; known: {', '.join(FACTS)}"
+        found = FACTS[ref](book, sheet)
+        if isinstance(wanted, list) and isinstance(found, list):
+            found, wanted = sorted(found), sorted(wanted)
         return None if found == wanted else f"{ref}: {found!r}, not {wanted!r}"
     if asked.get("recalculated"):
         area = parse_area(ref)[1]
         assert area is not None
         found = recalculated(path)[sheet.name].get((area.top, area.left))
-        return None if found == wanted else f"{ref} recalculated: {found!r}, not {wanted!r}"
+        return None if same(found, wanted) else f"{ref} recalculated: {found!r}, not {wanted!r}"
     cell = at(book, asked["sheet"], ref)
-    kind, value = cell.kind, cell.value
-    if asked.get("type") == "date":
-        value = value.isoformat()[:10] if isinstance(value, dt.date) else value
-    elif asked.get("type") in ("serial", "duration"):
+    kind, value, wanted_kind = cell.kind, cell.value, asked.get("type")
+    if isinstance(value, (dt.date, dt.time)):
+        value = value.isoformat()
+        if isinstance(wanted, str):
+            value = value[: max(len(wanted), 8)] if kind == "time" else value[: len(wanted)]
+    if wanted_kind in ("serial", "duration"):
         value = cell.raw
-    elif asked.get("type") == "error":
+    elif wanted_kind == "datetime":
+        wanted_kind = "date"
+    elif kind == "error":
         value = str(value)
-    if asked.get("type") and kind != asked["type"]:
-        return f"{ref}: {kind} {value!r}, not {asked['type']} {wanted!r}"
-    if type(value) is not type(wanted) and isinstance(value, (bool, str)):
-        return f"{ref}: {value!r}, not {wanted!r}"
-    if value != wanted:
+    if wanted_kind and kind != wanted_kind:
+        return f"{ref}: {kind} {value!r}, not {wanted_kind} {wanted!r}"
+    if not same(value, wanted):
         return f"{ref}: {value!r}, not {wanted!r}"
     for key, had in (("shown", cell.shown), ("formula", cell.formula)):
         if key in asked and asked[key] != had:
             return f"{ref}: {key} {had!r}, not {asked[key]!r}"
     return None
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Equal in value and kind; numbers to 12 digits."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
+        return abs(found - wanted) <= 1e-12 * abs(wanted)
+    return type(found) is type(wanted) and bool(found == wanted)
+
+
+def _numbers(spans: tuple[tuple[int, int], ...]) -> list[int]:
+    return [n for first, last in spans for n in range(first, last + 1)]
+
+
+FACTS: dict[str, Callable[[OpenedWorkbook, OpenedSheet], Any]] = {
+    "@used": lambda book, sheet: str(sheet.used()),
+    "@merged": lambda book, sheet: list(sheet.marks.merged),
+    "@hidden_rows": lambda book, sheet: _numbers(sheet.marks.hidden_rows),
+    "@hidden_cols": lambda book, sheet: [
+        column_letter(n) for n in _numbers(sheet.marks.hidden_columns)
+    ],
+    "@state": lambda book, sheet: sheet.marks.state,
+    "@cells": lambda book, sheet: sheet.filled(),
+    "@tab_color": lambda book, sheet: sheet.tab_color,
+    "@tables": lambda book, sheet: [table.name for table in sheet.marks.tables],
+    "@names": lambda book, sheet: [name.name for name in book.defined_names],
+    "@sheets": lambda book, sheet: book.names(),
+}
 
 
 def run_case(folder: Path, case: dict[str, Any]) -> Result:
