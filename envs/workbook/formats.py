@@ -84,6 +84,7 @@ def is_percent(code: str) -> bool:
     return any(kind == "other" and text == "%" for kind, text in sections(code)[0])
 
 
+@lru_cache(maxsize=1 << 14)
 def from_serial(
     serial: float, kind: str, epoch1904: bool
 ) -> dt.date | dt.datetime | dt.time | dt.timedelta | None:

@@ -68,7 +68,12 @@ class Values:
 
     def cell(self, raw: Any, style: int) -> Cell:
         code = self.code(style)
-        if type(raw) is list:
+        kind = type(raw)
+        if kind is str:
+            return Cell(raw, "text", code, raw)
+        if (kind is int or kind is float) and style < len(self.dates) and not self.dates[style]:
+            return Cell(raw, "number", code, raw)
+        if kind is list:
             if raw[0] == "e":
                 return make_cell(CellError(raw[1]), code)
             if kind_of(code) in ("number", "text"):  # the file spells out a date, without a format

@@ -18,15 +18,16 @@ from envs.workbook.package import tinted
 def close_to(found: str | None, wanted: str) -> bool:
     """Equal to a unit in each channel: programs round differently."""
     assert found is not None
-    pairs = zip((found[i : i + 2] for i in (0, 2, 4)), (wanted[i : i + 2] for i in (0, 2, 4)))
-    return all(abs(int(a, 16) - int(b, 16)) <= 1 for a, b in pairs)
+    channels = [(int(found[i : i + 2], 16), int(wanted[i : i + 2], 16)) for i in (0, 2, 4)]
+    return all(abs(a - b) <= 1 for a, b in channels)
 
 
 @pytest.mark.parametrize(
     ("tint", "shown"),
-    # Excel's own palette of Accent 1 in the Office theme of 2007: lighter 80, 60, 40 %, darker 25, 50.
-    [("0.8", "DCE6F1"), ("0.6", "B8CCE4"), ("0.4", "95B3D7"), ("-0.25", "366092"), ("-0.5", "244062"),
-     ("0", "4F81BD"), ("x", "4F81BD")],
+    # Excel's own palette of Accent 1 in the Office theme of 2007: lighter by 80, 60, 40 %, darker
+    # by 25 and 50 %.
+    [("0.8", "DCE6F1"), ("0.6", "B8CCE4"), ("0.4", "95B3D7"), ("-0.25", "366092"),
+     ("-0.5", "244062"), ("0", "4F81BD"), ("x", "4F81BD")],
 )  # fmt: skip
 def test_tints_are_those_of_excels_palette(tint: str, shown: str) -> None:
     assert close_to(tinted("4F81BD", tint), shown)
@@ -94,7 +95,7 @@ def test_parts_are_found_under_other_names(tmp_path: Path, change: str) -> None:
         parts = {name: archive.read(name) for name in archive.namelist()}
     rels, sheet = "xl/_rels/workbook.xml.rels", "xl/worksheets/sheet1.xml"
     if change == "case":
-        parts = {name.upper() if name.endswith("sheet1.xml") else name: d for name, d in parts.items()}
+        parts = {n.upper() if n.endswith("sheet1.xml") else n: data for n, data in parts.items()}
     elif change == "backslash":
         parts = {name.replace("/", "\\"): data for name, data in parts.items()}
     elif change == "absolute":

@@ -19,7 +19,8 @@ pytest.importorskip("formualizer")
 def made(path: Path, formulas: dict[str, object], names: dict[str, str] | None = None) -> Path:
     book = openpyxl.Workbook()
     book.active.title = "S"
-    for ref, value in {"A1": 1, "A2": 2, "A3": "x", "A4": dt.date(2024, 2, 29), "A5": "#N/A"}.items():
+    inputs = {"A1": 1, "A2": 2, "A3": "x", "A4": dt.date(2024, 2, 29), "A5": "#N/A"}
+    for ref, value in inputs.items():
         book.active[ref] = value
     book.create_sheet("My sheet")["A1"] = 40
     for name, text in (names or {}).items():
@@ -38,8 +39,9 @@ def results(path: Path, count: int) -> list:
 
 def test_results_by_hand(tmp_path: Path) -> None:
     wanted = {
-        "=A1+A2": 3, '=A1&"x"': "1x", "=SUM(A1:A2)*2": 6, "=A1>0": True, "=1/0": CellError("#DIV/0!"),
-        "='My sheet'!A1+A2": 42, "=IFERROR(1/0,7)": 7, "=B1+B3": 9, "=YEAR(A4)": 2024,
+        "=A1+A2": 3, '=A1&"x"': "1x", "=SUM(A1:A2)*2": 6, "=A1>0": True,
+        "=1/0": CellError("#DIV/0!"), "='My sheet'!A1+A2": 42, "=IFERROR(1/0,7)": 7,
+        "=B1+B3": 9, "=YEAR(A4)": 2024,
         "=A1/A2": 0.5, "=Rate*A2": 0.4, "=SUM(Both)": 3, "=A3": "x", "=LEN(A3)": 1,
     }  # fmt: skip
     formulas = {f"B{n}": text for n, text in enumerate(wanted, 1)}
