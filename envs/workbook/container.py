@@ -136,13 +136,13 @@ def canonical(name: str) -> str:
     return name.replace("\\", "/").lstrip("/").lower()
 
 
-def _inflater() -> Any:
-    """Unpacks raw deflate: isal does in half of zlib's time, where it is installed."""
+def _unpacker() -> Any:
+    """The module that unpacks: isal does it in half of zlib's time, where it is installed."""
     try:
         from isal import isal_zlib
     except ImportError:
-        return zlib.decompressobj(-15)
-    return isal_zlib.decompressobj(-15)
+        return zlib
+    return isal_zlib
 
 
 class Archive:
@@ -210,7 +210,8 @@ class Archive:
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
         place = entry.header_offset + 30 + lengths
         left, crc, out = entry.compress_size, 0, 0
-        inflate = _inflater() if entry.compress_type else None
+        unpacker = _unpacker()
+        inflate = unpacker.decompressobj(-15) if entry.compress_type else None
         pending = b""
         while True:
             if inflate is None:
@@ -232,7 +233,7 @@ class Archive:
             self._check(self._out)
             if out > entry.file_size:
                 break
-            crc = zlib.crc32(data, crc)
+            crc = unpacker.crc32(data, crc)
             if data:
                 yield data
             if done:

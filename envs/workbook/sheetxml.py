@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 from xml.parsers import expat
 
@@ -58,10 +58,15 @@ class SheetXml:
         self.protected = False
         self.uncalculated: int | None = None  # known once counted
         self.size = 0
-        self._pieces: list[bytes] = []
+        # Row i is _buffers[_which[i]][_starts[i]:_ends[i]].
+        self._buffers: list[bytes] = []
+        self._which: list[int] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
         self._last = 0
-        # How the row before begins, up to its first cell's column, and how its last cell begins.
-        self._model: tuple[bytes, bytes] | None = None
+        # How the row before begins, up to its first cell's column, how its last cell begins, and
+        # bytes of a row that its end won't lie in.
+        self._model: tuple[bytes, bytes, int] | None = None
         self._bounds = [0, 0, 1 << 20, 0]  # top, bottom, left, right
         self._parsed: dict[int, Row] | None = None
         frame = None
@@ -72,7 +77,7 @@ class SheetXml:
                 self._reset()
         if frame is None:
             with closing(document()) as chunks:
-                frame = written_anew(chunks, lambda row: self._take([self._odd(row)]))
+                frame = written_anew(chunks, self._take_one)
         self._read_frame(frame)
         self._in_order()
         if whole:
@@ -81,7 +86,8 @@ class SheetXml:
         self.used = Area(top, left, bottom, right) if top else None
 
     def _reset(self) -> None:
-        self.numbers, self._pieces, self._last = [], [], 0
+        self.numbers, self._buffers, self._last = [], [], 0
+        self._which, self._starts, self._ends = [], [], []
         self.hidden_rows, self.size = [], 0
         self._bounds, self._model = [0, 0, 1 << 20, 0], None
 
@@ -109,24 +115,25 @@ class SheetXml:
         if found[0].rstrip(b"> \t\r\n").endswith(b"/"):
             self.size = len(head)
             return head + buffer + b"".join(chunks)
-        self.size = len(head)
         rest = b""
         for chunk in chain([buffer], chunks):
+            self.size += len(chunk)
             if b"!" in chunk and b"<!" in rest[-1:] + chunk:
                 raise NotPlain
-            pieces = chunk.split(b"</row>")
-            if len(pieces) == 1 or b"</row>" in rest[-5:] + chunk[:5]:
-                pieces = (rest + chunk).split(b"</row>")
-            else:
-                pieces[0] = rest + pieces[0]
-            rest = pieces.pop()
-            if len(rest) > _WIDEST:
-                raise Damaged("a row is longer than any that a program would write")
-            self._take(pieces)
+            place = 0
+            if rest:
+                end = chunk.find(b"</row>")
+                if end < 0 or b"</row>" in rest[-5:] + chunk[:5]:
+                    chunk = rest + chunk
+                    if len(chunk) > _WIDEST:
+                        raise Damaged("a row is longer than any that a program would write")
+                else:
+                    self._take_one(rest + chunk[:end])
+                    place = end + 6
+            rest = self._take(chunk, place)
             if b"</sheetData" in rest:
                 break
         tail = rest + b"".join(chunks)
-        self.size += len(tail)
         tail_at = tail.find(b"</sheetData")
         if tail_at < 0:
             raise Damaged("the sheet is cut off")
@@ -136,44 +143,52 @@ class SheetXml:
             self._without_cells(tail[:tail_at])
         return head + tail[tail_at:]
 
-    def _take(self, pieces: list[bytes]) -> None:
-        """Rows one after another, each from `<row` to before its `</row>`.
+    def _take(self, buffer: bytes, place: int) -> bytes:
+        """The rows of a buffer from `place` on; returns what stands after the last whole one.
 
         Most rows of a large sheet look like the one before, one number on, and end in the same
         column: those are told by comparing a few bytes.
         """
-        self.size += sum(map(len, pieces))
-        place, count = 0, len(pieces)
-        while place < count:
+        self._buffers.append(buffer)
+        which = len(self._buffers) - 1
+        while True:
             if self._model is not None:
-                alike = self._alike(pieces, place)
-                if alike:
-                    first = self._last + 1
-                    self._last += alike
-                    self.numbers.extend(range(first, first + alike))
-                    self._pieces.extend(pieces[place : place + alike])
-                    self._bounds[1] = max(self._bounds[1], self._last)
-                    place += alike
-                    continue
-            self._take_one(pieces[place])
-            place += 1
+                place = self._alike(buffer, place, which)
+            end = buffer.find(b"</row>", place)
+            if end < 0:
+                return buffer[place:]
+            self._take_one(buffer[place:end])
+            place = end + 6
 
-    def _alike(self, pieces: list[bytes], place: int) -> int:
-        """How many pieces from `place` on are rows like the last one, numbered on."""
+    def _alike(self, buffer: bytes, place: int, which: int) -> int:
+        """Takes rows like the last one, numbered on; returns the place of the first other."""
         assert self._model is not None
-        begin, end = self._model
+        begin, end, skip = self._model
+        find, rfind, startswith = buffer.find, buffer.rfind, buffer.startswith
         number = first = self._last + 1
-        limit = min(len(pieces) - place, MAX_ROW - self._last)
-        for piece in islice(pieces, place, place + limit):
+        starts, ends = self._starts, self._ends
+        while number <= MAX_ROW:
+            # Looking for the row's end a good way in: where it is nearer, the next row's is found,
+            # whose last cell has another number.
+            stop = find(b"</row>", place + skip)
             if not (
-                piece.startswith(begin % number)
-                and piece.endswith(_FILLED)
-                and piece.startswith(end % number, piece.rfind(b"<c "))
-                and piece[-9] != 0x3E  # as in <v></v></c>
+                stop >= 0
+                and startswith(begin % number, place)
+                and startswith(end % number, rfind(b"<c ", place, stop))
+                and buffer.endswith(_FILLED, place, stop)
+                and buffer[stop - 9] != 0x3E  # as in <v></v></c>
             ):
                 break
+            starts.append(place)
+            ends.append(stop)
             number += 1
-        return number - first
+            place = stop + 6
+        if number > first:
+            self.numbers.extend(range(first, number))
+            self._which.extend([which] * (number - first))
+            self._last = number - 1
+            self._bounds[1] = max(self._bounds[1], self._last)
+        return place
 
     def _take_one(self, piece: bytes) -> None:
         columns = self.context.columns
@@ -206,9 +221,13 @@ class SheetXml:
                 begin = first_cell[6:].rstrip(b"0123456789\"")
                 template = b'<row r="%d' + (tag[end:] + first_cell[:6] + begin).replace(b"%", b"%%")
                 if begin.isalpha() and self.context.column(begin.decode()) >= bounds[2]:
-                    self._model = template, b'<c r="' + column_letter(last).encode() + b'%d"'
+                    ending = b'<c r="' + column_letter(last).encode() + b'%d"'
+                    self._model = template, ending, len(piece) * 3 // 4
         self.numbers.append(number)
-        self._pieces.append(piece)
+        self._which.append(len(self._buffers))
+        self._starts.append(0)
+        self._ends.append(len(piece))
+        self._buffers.append(piece)
         bounds[0] = min(bounds[0] or number, number)
         bounds[1] = max(bounds[1], number)
         bounds[3] = max(bounds[3], last)
@@ -291,7 +310,7 @@ class SheetXml:
         """How many formulas have no stored result; learns the shared ones on the way."""
         if self.uncalculated is None:
             self.uncalculated = 0
-            for number, piece in zip(self.numbers, self._pieces, strict=True):
+            for number, piece in self._pieces(0, len(self.numbers)):
                 if b"<f" in piece:
                     self._look_formulas(piece, number)
         return self.uncalculated
@@ -350,16 +369,22 @@ class SheetXml:
         for a, b in zip(order, order[1:], strict=False):
             if numbers[a] == numbers[b]:
                 raise Damaged(f"row {numbers[a]} is there twice")
-        self.numbers = [numbers[i] for i in order]
-        self._pieces = [self._pieces[i] for i in order]
+        for name in ("numbers", "_which", "_starts", "_ends"):
+            entries = getattr(self, name)
+            setattr(self, name, [entries[i] for i in order])
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """Number and XML of the rows at these places."""
+        for i in range(first, last):
+            yield self.numbers[i], self._buffers[self._which[i]][self._starts[i] : self._ends[i]]
 
     # Parsing them.
 
     def _parse_all(self) -> None:
-        rows = parse_rows(zip(self.numbers, self._pieces, strict=True), self.context)
+        rows = parse_rows(self._pieces(0, len(self.numbers)), self.context)
         self._parsed = {row[0]: row for row in rows}
         self._bounds = bounds(rows)
-        self.numbers, self._pieces = [row[0] for row in rows], []
+        self.numbers, self._buffers = [row[0] for row in rows], []
         self.uncalculated = unstored(rows)
 
     def count(self) -> int:
@@ -369,17 +394,15 @@ class SheetXml:
     def rows(self, top: int, bottom: int) -> list[Row]:
         """The filled rows from `top` to `bottom`, both included."""
         first, last = bisect_left(self.numbers, top), bisect_left(self.numbers, bottom + 1)
-        wanted = self.numbers[first:last]
         if self._parsed is not None:
-            return [self._parsed[n] for n in wanted]
-        pieces = self._pieces[first:last]
+            return [self._parsed[n] for n in self.numbers[first:last]]
         try:
-            return parse_rows(zip(wanted, pieces, strict=True), self.context)
+            return parse_rows(self._pieces(first, last), self.context)
         except SharedFormulaMissing:
             if self.uncalculated is not None:
                 raise
             self.count_formulas()
-            return parse_rows(zip(wanted, pieces, strict=True), self.context)
+            return parse_rows(self._pieces(first, last), self.context)
 
 
 def unstored(rows: Iterable[Row]) -> int:
