@@ -16,7 +16,7 @@ from typing import Any
 from xml.parsers import expat
 
 from envs.workbook.a1 import MAX_COLUMN, MAX_ROW, column_index, column_letter
-from envs.workbook.container import Damaged
+from envs.workbook.container import Damaged, WorkbookError
 from envs.workbook.formats import to_serial
 from envs.workbook.formulas import display, moved
 from envs.workbook.package import Strings, unescape
@@ -221,6 +221,8 @@ def parse_row(number: int, piece: bytes, context: Context) -> Row | None:
                 value = text if serial is None else [serial[1], serial[0]]
             else:
                 value = text
+        except WorkbookError:  # of the shared strings, whatever the cell
+            raise
         except (ValueError, OverflowError, Damaged) as error:
             what = error if isinstance(error, Damaged) else f"{type(error).__name__}: {error}"
             place = f"{column_letter(column)}{number}"

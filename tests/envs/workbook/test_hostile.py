@@ -235,7 +235,9 @@ def test_every_case_is_read_or_refused(folder: str) -> None:
     if folder == "readers":
         said = {path.name: result for path, result in zip(paths, results, strict=True)}
         assert "archive expands too much" in said["zip_bomb.xlsx"]["refused"]
-        assert "DOCTYPE" in said["entity_bomb.xlsx"]["refused"]
+        path = next(path for path in paths if path.name == "entity_bomb.xlsx")
+        refused = said["entity_bomb.xlsx"]["refused"]
+        assert refused.startswith(f"{path} holds a document type declaration (DOCTYPE)")
         assert "password" in said["encrypted.xlsx"]["refused"]
         assert said["far_corner.xlsx"]["ok"][0][1] == "A1:XFD1048576"
         assert said["dim_too_small.xlsx"]["ok"][0][1] == "A1:C4"
