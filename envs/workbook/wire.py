@@ -10,12 +10,15 @@ import json
 import socket
 from typing import Any
 
-MOST = 1 << 30  # bytes of one message
+MOST = 1 << 28  # bytes of one message
 _LENGTH = 8
 
 
 def send(channel: socket.socket, message: Any) -> None:
+    """Raises ValueError, with nothing sent, for a message of more than `MOST` bytes."""
     data = json.dumps(message, separators=(",", ":"), check_circular=False).encode()
+    if len(data) > MOST:
+        raise ValueError(f"a message of {len(data):,} bytes; the limit is {MOST:,}")
     channel.sendall(len(data).to_bytes(_LENGTH, "little") + data)
 
 

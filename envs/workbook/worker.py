@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from envs.workbook import cells, formulas, package, sheetxml, xml  # noqa: F401  (before forking)
@@ -24,7 +25,7 @@ from envs.workbook.a1 import MAX_ROW
 from envs.workbook.container import Damaged, Limits, WorkbookError, reason
 from envs.workbook.sources import Source, open_source
 from envs.workbook.store import StoreWriter
-from envs.workbook.wire import receive, send
+from envs.workbook.wire import MOST, receive, send
 
 
 def zygote(control: socket.socket, host: int) -> None:
@@ -56,6 +57,19 @@ def zygote(control: socket.socket, host: int) -> None:
                 os._exit(status)
         for number in numbers:
             os.close(number)
+
+
+_TOO_MUCH = f"holds more than {MOST >> 20} MiB of texts where that was asked for; read less of it"
+
+
+def _check_fits(rows: Iterable[cells.Row]) -> None:
+    """Raises WorkbookError for texts too long to send: many cells may share a long one."""
+    left = MOST
+    for row in rows:
+        for _, values, _ in row[1]:
+            left -= sum(len(value) for value in values if type(value) is str)
+        if left < 0:
+            raise WorkbookError(_TOO_MUCH)
 
 
 class Child:
@@ -94,7 +108,10 @@ class Child:
             answer = self._answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
             answer["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            send(self._channel, answer)
+            try:
+                send(self._channel, answer)
+            except (MemoryError, ValueError):
+                send(self._channel, {"refused": _TOO_MUCH, "peak": answer["peak"]})
         while self._writer is not None and not self._writer.done:
             self._convert()
 
@@ -127,6 +144,7 @@ class Child:
         if not source.heavy:
             sheets = range(len(source.outline["sheets"]))
             said["rows"] = [source.rows(sheet, 1, MAX_ROW) for sheet in sheets]
+            _check_fits(row for rows in said["rows"] for row in rows)
         elif self._store is not None:
             self._writer = StoreWriter(source, self._file, **self._store)
         return said
@@ -134,7 +152,9 @@ class Child:
     def do_rows(self, sheet: int, top: int, bottom: int) -> list[cells.Row]:
         if self._source is None:
             raise Damaged("it was never opened")
-        return self._source.rows(sheet, top, bottom)
+        rows = self._source.rows(sheet, top, bottom)
+        _check_fits(rows)
+        return rows
 
     def do_uncalculated(self, sheet: int) -> int:
         if self._source is None:

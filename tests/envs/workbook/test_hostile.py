@@ -197,6 +197,23 @@ def test_a_worker_that_takes_too_long_or_too_much_is_one_line(tmp_path: Path) ->
     assert read_workbook(workbook(tmp_path / "next.xlsx", ONE)).sheets[0].rows == {1: (7,)}
 
 
+def test_a_long_text_that_many_cells_share_is_not_sent(tmp_path: Path) -> None:
+    """A file of 100 kB whose cells would be gigabytes once each has its text."""
+    ns = b'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
+    rel = b"http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    cells = data(*(row(n, f'<c r="A{n}" t="s"><v>0</v></c>'.encode()) for n in range(1, 5000)))
+    parts = {
+        "xl__sharedStrings.xml": b"<sst %b><si><t>%b</t></si></sst>" % (ns, b"x" * (1 << 20)),
+        "xl___rels__workbook.xml.rels": b'<Relationships xmlns="http://schemas.openxmlformats.org/'
+        b'package/2006/relationships"><Relationship Id="rId1" Type="' + rel + b'/worksheet" '
+        b'Target="worksheets/sheet1.xml"/><Relationship Id="rId2" Type="' + rel
+        + b'/sharedStrings" Target="sharedStrings.xml"/></Relationships>',
+    }  # fmt: skip
+    path = workbook(tmp_path / "shared.xlsx", cells, **parts)
+    (said,) = read_limited(path, memory_mb=400)
+    assert "256 MiB of texts" in said["refused"]
+
+
 def test_very_many_parts(tmp_path: Path) -> None:
     path = workbook(tmp_path / "parts.xlsx", ONE, **{f"xl__media__{n}": b"" for n in range(10_001)})
     (said,) = read_limited(path)
