@@ -184,7 +184,10 @@ class Worker:
 
     def keep(self) -> bool:
         """Waits until the store has the file; whether it does."""
-        return bool(self.ask("keep"))
+        done = kept = False
+        while not done:
+            done, kept = self.ask("keep")
+        return bool(kept)
 
     def close(self) -> None:
         self._end()

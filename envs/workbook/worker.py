@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
@@ -85,6 +86,7 @@ class Child:
         for what, most in (
             (resource.RLIMIT_AS, limits.memory),
             (resource.RLIMIT_CPU, 3 * seconds),
+            (resource.RLIMIT_FSIZE, limits.unpacked),  # of the store; it is abandoned then
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_NOFILE, 64),
         ):
@@ -169,11 +171,12 @@ class Child:
             raise Damaged("it was never opened")
         return calculate(self._source, everything)
 
-    def do_keep(self) -> bool:
-        """Finishes the store now; whether the file is kept."""
-        while self._writer is not None and not self._writer.done:
+    def do_keep(self) -> list[bool]:
+        """A second's work on the store; whether that is done, and whether the file is kept."""
+        writer, until = self._writer, time.monotonic() + 1
+        while writer is not None and not writer.done and time.monotonic() < until:
             self._convert()
-        return self._writer is not None and self._writer.kept
+        return [True, False] if writer is None else [writer.done, writer.kept]
 
 
 def main() -> None:
