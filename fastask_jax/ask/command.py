@@ -13,7 +13,7 @@ import platform
 import sys
 from pathlib import Path
 
-from envs.workbook import read_workbook
+from envs.workbook import BlockStore, read_workbook
 from fastask_jax.ask.answer import Answer, AskError
 from fastask_jax.ask.asker import Asker
 
@@ -32,7 +32,9 @@ def main(book: str, question: str, *, checkpoint: str | None, as_json: bool) -> 
 
     A question without an answer raises AskError too, in JSON after the object was printed.
     """
-    workbook = read_workbook(book)  # a bad file shows before the model is loaded
+    workbook = read_workbook(book, store=block_store())  # a bad file shows before the model loads
+    for note in workbook.notes:
+        print(f"warning: {printable(book)}: {printable(note)}", file=sys.stderr)
     if missing := workbook.uncalculated():
         print(f"warning: {_uncalculated(book, missing)}", file=sys.stderr)
     with Asker(checkpoint, compile_cache=compile_cache()) as asker:
@@ -50,6 +52,14 @@ def main(book: str, question: str, *, checkpoint: str | None, as_json: bool) -> 
             f"{_WHY.get(answer.stop_reason, answer.stop_reason)}{more}"
         )
     return None
+
+
+def block_store() -> BlockStore | None:
+    """Where large workbooks are kept once they were read, or None where nothing can be kept."""
+    try:
+        return BlockStore(Path.home() / ".cache" / "fastask" / "books")
+    except (RuntimeError, ValueError):
+        return None
 
 
 def compile_cache() -> Path | None:
@@ -86,8 +96,8 @@ def _uncalculated(book: str, missing: dict[str, int]) -> str:
     more = f", {_count(len(missing) - 5, 'more sheet')}" if len(missing) > 5 else ""
     return (
         f"{printable(book)} holds {_count(sum(missing.values()), 'formula')} without a stored "
-        f"result ({', '.join(few)}{more}), read as empty; open it in a spreadsheet program and "
-        "save it again"
+        f"result that can't be calculated here ({', '.join(few)}{more}), read as empty; open it in "
+        "a spreadsheet program and save it again"
     )
 
 

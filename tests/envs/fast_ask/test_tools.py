@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import datetime as dt
+import zipfile
+from pathlib import Path
 
+import openpyxl
 import pytest
 
 from envs.core import ToolCall
 from envs.fast_ask.tools import MAX_CELL_TEXT, MAX_CELLS, TOOLS, Toolbox, show_value
 from envs.sandbox.prelude import Bindings
-from envs.workbook import CellError, Sheet, Workbook
+from envs.workbook import (
+    CellError,
+    DefinedName,
+    Marks,
+    Sheet,
+    Table,
+    Workbook,
+    read_workbook,
+    write_xlsx,
+)
 
 
 def book() -> Workbook:
@@ -252,3 +264,79 @@ def test_specs_are_json_schemas_of_what_is_accepted() -> None:
         assert tool.parameters["type"] == "object" and tool.description.endswith(".")
         assert set(tool.parameters["required"]) <= set(tool.parameters["properties"])
     assert "1000" in TOOLS[1].description
+
+
+def test_texts_that_look_like_other_values_are_quoted() -> None:
+    looks = ["00501", "12.50", "-3", "1e5", "TRUE", "#N/A", "#DIV/0!"]
+    assert [show_value(text) for text in looks] == [f'"{text}"' for text in looks]
+    plain = ["SO-1", "2024-01", "12 apples", "True", "#1", "", "+", "1.2.3"]
+    assert [show_value(text) for text in plain] == plain
+    assert show_value(CellError("#N/A")) == "#N/A" and show_value(501) == "501"
+
+
+def test_metadata_tells_what_values_hide() -> None:
+    marks = Marks(
+        state="veryHidden",
+        declared="A1:XFD1048576",
+        hidden_rows=((3, 3), (5, 9)),
+        hidden_columns=((2, 3),),
+        merged=("A1:A2", "B1:C1"),
+        tables=(Table("Sales", "A1:C9", ("a", "b", "c"), True, False),),
+    )
+    names = (
+        DefinedName("Rate", "0.2", None, False, False),
+        DefinedName("Dead", "#REF!", None, True, False),
+        DefinedName("_xlnm.Print_Area", "S!$A$1", "S", False, False),
+        DefinedName("secret", "1", None, False, True),
+    )
+    lost = Sheet("Lost", marks=Marks(damage="the part is missing"))
+    chart = Sheet("Chart", marks=Marks(kind="chart", state="hidden"))
+    wb = Workbook([Sheet("S", {1: (1,)}, marks=marks), lost, chart], names)
+    assert Box(wb).metadata() == (
+        "S!A1 (very hidden; hidden rows 3, 5:9; hidden columns B:C; merged A1:A2, B1:C1; "
+        "the file claims A1:XFD1048576)\n"
+        "table Sales at S!A1:C9\n"
+        "Lost empty (can't be read: the part is missing)\n"
+        "Chart empty (chart sheet; hidden)\n"
+        "name Rate = 0.2\n"
+        "name Dead = broken"
+    )
+
+
+def test_reading_marks_hidden_rows_percents_and_missing_results(tmp_path: Path) -> None:
+    made = openpyxl.Workbook()
+    made.active.append([0.125, 5, "x"])
+    made.active.append(["=[1]Other!A1", -1, None])
+    made.active["A1"].number_format = "0.0%"
+    made.active["B2"].number_format = "yyyy-mm-dd"
+    made.active.row_dimensions[2].hidden = True
+    path = tmp_path / "book.xlsx"
+    made.save(path)
+    box = Box(read_workbook(path))
+    assert box.metadata() == (
+        "Sheet!A1:C2 (hidden rows 2; 1 formula without results read as empty)"
+    )
+    assert box.ranges("Sheet!A1:C2") == (
+        "Sheet!A1:C2 2 rows\n1: 0.125 (12.5%),5,x\n"
+        "2 (hidden): (=[1]Other!A1 not calculated),-1 (####),"
+    )
+    assert box.bound == [("Sheet", 1, 1, [[0.125, 5, "x"], [None, -1, None]])]
+
+
+def test_a_file_that_turns_out_damaged_is_an_error_for_the_model(tmp_path: Path) -> None:
+    """Rows of a large file are parsed when they are read."""
+    path = tmp_path / "book.xlsx"
+    write_xlsx(Workbook([Sheet("S", {r: ("word " * 40, r) for r in range(1, 24_000)})]), path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    sheet = parts["xl/worksheets/sheet1.xml"]
+    assert len(sheet) > 4 << 20
+    parts["xl/worksheets/sheet1.xml"] = sheet.replace(b"<v>12000</v>", b"<v>NaN</v>")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    box = Box(read_workbook(path))
+    assert box.ranges("S!B11999:B11999").endswith("11999: 11999")
+    said = box.ranges("S!B12000:B12001")
+    assert said.startswith("error: can't read ") and "cell 'B12000'" in said
+    assert box.cells_read == 1 and box.malformed == 0

@@ -97,18 +97,19 @@ def test_loaded_once_asked_often(book, taught, asked, home) -> None:
 @pytest.mark.slow
 def test_formulas_without_results_are_told(blank, tmp_path, home, capsys) -> None:
     book = openpyxl.Workbook()
-    book.active["A1"], book.active["A2"] = "=1+1", "=A1"
+    lost = "=[1]Other!A1"  # in another file
+    book.active["A1"], book.active["A2"], book.active["A3"] = lost, "=A1", "=1+1"
     for n in range(6):
-        book.create_sheet(f"S{n}")["B2"] = f"={n}"
+        book.create_sheet(f"S{n}")["B2"] = lost
     path = tmp_path / "book.xlsx"
     book.save(path)
     words = ["ask", str(path), "How many?", "--checkpoint", str(blank), "--json"]
     assert cli.main(words) == 1  # random weights give no answer
     shown = capsys.readouterr()
     assert shown.err.splitlines()[0] == (
-        f"warning: {path} holds 8 formulas without a stored result (Sheet: 2, S0: 1, S1: 1, "
-        "S2: 1, S3: 1, 2 more sheets), read as empty; open it in a spreadsheet program and save "
-        "it again"
+        f"warning: {path} holds 8 formulas without a stored result that can't be calculated "
+        "here (Sheet: 2, S0: 1, S1: 1, S2: 1, S3: 1, 2 more sheets), read as empty; open it in a "
+        "spreadsheet program and save it again"
     )
     counts = {"Sheet": 2} | {f"S{n}": 1 for n in range(6)}
     assert json.loads(shown.out)["uncalculated"] == counts
@@ -118,7 +119,8 @@ def test_formulas_without_results_are_told(blank, tmp_path, home, capsys) -> Non
     ("name", "data", "text"),
     [
         ("missing.xlsx", None, "no such workbook"),
-        ("letter.xlsx", b"Dear Sir or Madam", "isn't an .xlsx workbook"),
+        ("letter.xlsx", b"{\\rtf1 Dear Sir or Madam}", "is a PDF or text document"),
+        ("page.xls", b"<html><table></table></html>", "is HTML, not a workbook"),
         ("cut.xlsx", "half", "is damaged"),
     ],
 )
@@ -131,6 +133,18 @@ def test_a_bad_workbook_is_one_line(book, tmp_path, capsys, name, data, text) ->
     shown = capsys.readouterr()
     assert text in shown.err and str(path) in shown.err
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.slow
+def test_other_kinds_of_files_are_asked_too(taught, asked, tmp_path, home, capsys) -> None:
+    """The same question of a .csv that has another name."""
+    path = tmp_path / "Orders.xlsx"
+    path.write_text("order;region;units\nSO-1;West;12\nSO-2;East;7\nSO-3;West;30\n")
+    words = ["ask", str(path), asked.question, "--checkpoint", str(taught), "--json"]
+    assert cli.main(words) in (0, 1)
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"warning: {path}: the file is csv by its content, not xlsx\n")
+    assert json.loads(shown.out)["tool_calls"] > 0
 
 
 def test_an_unknown_checkpoint_is_one_line(book, tmp_path, capsys) -> None:
