@@ -37,7 +37,7 @@ _REPLICA, _WORKER = b"multiprocessing.spawn", b"envs.pool.worker"
 class Config:
     run_dir: Path = option(Path("runs/chaos"), "of the run; must not exist")
     minutes: float = option(10.0, "how long processes are killed")
-    steps: int = option(250, "updates of the run; it is to outlast the killing")
+    steps: int = option(400, "updates of the run; it is to outlast the killing")
     worker_every: float = option(2.0, "seconds between kills of an environment worker")
     replica_every: float = option(60.0, "seconds between kills of an engine replica")
     trainer_every: float = option(180.0, "seconds between kills of the trainer")

@@ -39,6 +39,8 @@ def main(book: str, question: str, *, checkpoint: str | None, as_json: bool) -> 
         print(f"warning: {_uncalculated(book, missing)}", file=sys.stderr)
     with Asker(checkpoint, compile_cache=compile_cache()) as asker:
         answer = asker.ask(workbook, question)
+    if doubt := unsupported(answer):
+        print(f"warning: {doubt}", file=sys.stderr)
     if as_json:
         print(answer.to_json())
     elif answer.answer is not None:
@@ -88,6 +90,13 @@ def as_text(answer: Answer) -> str:
         f"{_count(answer.cells, 'cell')}, {answer.seconds:.1f} s"
     )
     return "\n".join(lines)
+
+
+def unsupported(answer: Answer) -> str | None:
+    """What to say of an answer for which the model has read nothing."""
+    if answer.answer is None or answer.evidence:
+        return None
+    return "no cell was read for it: a guess, unless it is about sheets' names or sizes"
 
 
 def _uncalculated(book: str, missing: dict[str, int]) -> str:

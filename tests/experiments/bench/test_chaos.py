@@ -39,6 +39,6 @@ def test_a_bad_ledger_is_told(tmp_path, batches, said):
 
 def test_its_run_is_one_that_exists():
     run = parse(Run, Config().flags(), presets=PRESET_CONFIGS)
-    assert (run.mode, run.fleet.place, run.loop.steps) == ("async", "process", 250)
+    assert (run.mode, run.fleet.place, run.loop.steps) == ("async", "process", 400)
     with pytest.raises(UsageError, match="minutes must be above 0"):
         parse(Config, ["--minutes", "0"])

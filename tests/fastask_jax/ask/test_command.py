@@ -15,7 +15,8 @@ import pytest
 from envs.workbook import WorkbookError, read_workbook
 from fastask_jax import cli
 from fastask_jax.ask import Asker, AskError
-from fastask_jax.ask.command import printable
+from fastask_jax.ask.answer import Answer
+from fastask_jax.ask.command import printable, unsupported
 
 ROOT = Path(__file__).parents[3]
 FIELDS = {
@@ -56,6 +57,16 @@ def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
         "checkpoint": str(taught / "policy"),
         "uncalculated": {},
     }
+
+
+def test_an_answer_without_evidence_is_doubted() -> None:
+    def doubt(answer: str | None, *evidence: str) -> str | None:
+        return unsupported(
+            Answer(answer, "", (), evidence, 2, 0, 1, "answered", 1.0, "policy", {})
+        )
+
+    assert "no cell was read" in (doubt("38742") or "")
+    assert doubt("38742", "Orders!A1:A3") is None and doubt(None) is None
 
 
 @pytest.mark.slow
