@@ -30,6 +30,7 @@ from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
 from envs.fast_ask.tools import TOOLS
 from envs.pool import EnvPool, PoolConfig
+from envs.pool.process import Launch, WorkerProcess
 from envs.sandbox import SandboxConfig
 from experiments.config import check_place, format_config, option, parse, run_main, save_config
 from fastask_jax.actor import Actor, Record
@@ -47,6 +48,7 @@ from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.http_link import HttpLink, WeightsFolder, connected_server
 from fastask_jax.fleet.links import Link, ProcessLink, ThreadLink
 from fastask_jax.fleet.ray_link import RayLink, connected
+from fastask_jax.fleet.ray_pool import ray_workers
 from fastask_jax.fleet.remote import RemoteSlots
 from fastask_jax.fleet.server_client import ServerClient
 from fastask_jax.learn import Objective, OptimizerConfig, PackConfig, make_train_step
@@ -244,10 +246,10 @@ def load(config: Config, mesh: Mesh | None = None) -> tuple[ModelConfig, Any, Ch
 
 
 @contextmanager
-def environments(config: Config) -> Iterator[EnvPool]:
-    """A pool of the config's environments."""
+def environments(config: Config, launch: Launch = WorkerProcess) -> Iterator[EnvPool]:
+    """A pool of the config's environments, in workers that `launch` starts."""
     settings = (config.env, config.sandbox)
-    with EnvPool("envs.fast_ask.env:make_env", settings, config.pool) as pool:
+    with EnvPool("envs.fast_ask.env:make_env", settings, config.pool, launch) as pool:
         yield pool
 
 
@@ -271,7 +273,8 @@ def replica(
         keep_compiled(config.compile_cache)
     devices = devices or jax.local_devices()[: config.rollout_mesh.size]
     chat = ChatFormat(load_tokenizer(config.source))
-    with environments(config) as pool:
+    elsewhere = config.fleet.ray_request("ray_pools")
+    with environments(config, ray_workers(elsewhere) if elsewhere else WorkerProcess) as pool:
         engine = Engine(model, config.engine, chat.stop_id, config.rollout_mesh.make(devices))
         # A copy in any case: the learner gives its arrays to the next update.
         copy = partial(engine.place, alias=False)
@@ -350,7 +353,7 @@ def train(
     """
     on_ray = config.mode == "async" and config.fleet.place == "ray"
     # First of all: Ray forks, which JAX's threads don't bear.
-    with connected(config.fleet) if on_ray else nullcontext():
+    with connected(config.fleet, config.pool.workers) if on_ray else nullcontext():
         return _train(config, on_eval)
 
 

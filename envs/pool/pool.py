@@ -5,7 +5,7 @@ episode lives in one worker.  Its task and replies are recorded as bytes and its
 values, so when the worker dies, hangs or raises, a new environment is brought to the same
 state by replaying them; the replayed answers must equal the recorded ones.  A fault of the
 infrastructure so never turns into a wrong answer: it is retried, then reported as an error,
-and too many stop the run.  Leaves out: what environments do, batching, and remote machines.
+and too many stop the run.  Leaves out: what environments do, and batching.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from envs.core import Reply
 from envs.pool import wire
 from envs.pool.config import Event, PoolConfig, PoolError
-from envs.pool.process import WorkerProcess
+from envs.pool.process import Launch, Worker, WorkerProcess
 from envs.pool.state import Call, Episode, Slot
 
 
@@ -33,18 +33,21 @@ class EnvPool:
         `env = make(episode_id)` for each episode, so environments of one worker can share
         what is dear (a sandbox).  When `make` has a `close`, it is called at the end.
     config: anything picklable.
+    launch: starts a worker (factory, pickled config, heartbeat interval); by default a process.
 
     The constructor returns when all workers are ready.  Raises PoolError when a factory can't
     be imported or called, and ValueError or a pickling error for arguments of the wrong form.
     """
 
-    def __init__(self, factory: str, config: Any, pool_config: PoolConfig | None = None):
+    def __init__(self, factory: str, config: Any, pool_config: PoolConfig | None = None,
+                 launch: Launch = WorkerProcess):
         module, separator, attribute = factory.partition(":")
         if not (separator and module and attribute):
             raise ValueError(f'factory must be "module:callable", got {factory!r}')
         self.config = pool_config or PoolConfig()
         self._factory = factory
         self._factory_config = wire.dumps(config)
+        self._launcher = launch
         self._episodes: dict[Hashable, Episode] = {}
         self._events: deque[Event] = deque()
         self._serial = 0
@@ -208,7 +211,7 @@ class EnvPool:
         kind, seq, started, finished, payload = message
         call = slot.calls.popleft()
         if call.seq != seq:
-            self._abort(f"worker {slot.process.pid} answered call {seq}, expected {call.seq}")
+            self._abort(f"worker {slot.process.name} answered call {seq}, expected {call.seq}")
         slot.idle_since = finished
         slot.busy += finished - started
         slot.count += 1
@@ -277,8 +280,8 @@ class EnvPool:
 
     # -- workers ---------------------------------------------------------------------------
 
-    def _launch(self) -> WorkerProcess:
-        return WorkerProcess(self._factory, self._factory_config, self.config.heartbeat_interval)
+    def _launch(self) -> Worker:
+        return self._launcher(self._factory, self._factory_config, self.config.heartbeat_interval)
 
     def _place(self, avoid: Slot | None = None) -> Slot:
         """The least loaded worker, another than `avoid` where there is another."""
@@ -336,7 +339,7 @@ class EnvPool:
         that runs now may be what broke it."""
         self._selector.unregister(slot.process.socket)
         ended = slot.process.kill()
-        text = f"worker {slot.process.pid} {ended if reason is None else reason}"
+        text = f"worker {slot.process.name} {ended if reason is None else reason}"
         # Only the call that ran can be guilty; the others' episodes are replayed uncharged.
         running = slot.calls[0].key if blame and slot.ready and slot.calls else None
         guilty = slot.episodes.get(running) if running is not None else None

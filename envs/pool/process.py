@@ -1,9 +1,9 @@
-"""One worker process as the parent sees it: start, send, receive, end.
+"""One worker as the parent sees it, and the process that it is: start, send, receive, end.
 
 Plain exec of a fresh interpreter.  `multiprocessing`'s spawn would import the parent's main
 module in the child (and with it, often, JAX); fork from a process with JAX's threads can
 deadlock.  `subprocess` runs no Python code between its vfork and exec, so it is safe there.
-Leaves out: what the messages mean.
+Leaves out: what the messages mean, and workers on other hosts (`fastask_jax/fleet/ray_pool.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from envs.pool import wire
 
@@ -24,36 +25,19 @@ _BOOT = (
 )
 
 
-class WorkerProcess:
-    """A running worker.  Never blocks on its socket; every method is for one thread.
+class Worker:
+    """The parent's end of a worker's socket.  Never blocks on it; every method is for one thread.
 
-    Raises OSError when the process can't be started."""
+    name: what messages call it.  pid: of its process; None on another host."""
 
-    def __init__(self, factory: str, config: bytes, heartbeat_interval: float):
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self.socket = ours
+    name: str
+    pid: int | None = None
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self.socket = connection
         self._decoder = wire.Decoder()
         self._outbox = bytearray()
-        path = [entry or os.getcwd() for entry in sys.path]
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()),
-                     str(os.getpid())],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    # The parent's stdout may be read by a program; prints go to stderr.
-                    stdout=2,
-                    # Own group: what the worker starts can be ended with it, and Ctrl-C at
-                    # the terminal reaches the parent alone.
-                    start_new_session=True,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        self.pid = self._process.pid
-        self.send(wire.INIT, 0, 0, wire.dumps((factory, config, heartbeat_interval)))
 
     @property
     def backlog(self) -> int:
@@ -95,12 +79,8 @@ class WorkerProcess:
             return messages, True
 
     def exited(self) -> bool:
-        """Whether the process has ended, without reaping it (its pid stays ours)."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self.pid, flags) is not None
-        except ChildProcessError:
-            return True
+        """Whether the worker has ended."""
+        raise NotImplementedError
 
     def wait(self, seconds: float) -> bool:
         """Waits for a natural end; returns whether it came."""
@@ -111,6 +91,51 @@ class WorkerProcess:
             self.receive()  # a worker blocked on a full socket couldn't end
             time.sleep(0.002)
         return True
+
+    def kill(self) -> str:
+        """Ends the worker and says how it had ended.  Safe to call twice."""
+        raise NotImplementedError
+
+
+Launch = Callable[[str, bytes, float], Worker]
+
+
+class WorkerProcess(Worker):
+    """A worker process on this host.
+
+    Raises OSError when it can't be started."""
+
+    def __init__(self, factory: str, config: bytes, heartbeat_interval: float):
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        path = [entry or os.getcwd() for entry in sys.path]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()),
+                     str(os.getpid())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    # The parent's stdout may be read by a program; prints go to stderr.
+                    stdout=2,
+                    # Own group: what the worker starts can be ended with it, and Ctrl-C at
+                    # the terminal reaches the parent alone.
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self.pid: int = self._process.pid
+        self.name = str(self.pid)
+        self.send(wire.INIT, 0, 0, wire.dumps((factory, config, heartbeat_interval)))
+
+    def exited(self) -> bool:
+        """Whether the process has ended, without reaping it (its pid stays ours)."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self.pid, flags) is not None
+        except ChildProcessError:
+            return True
 
     def kill(self) -> str:
         """Ends the worker and its process group, reaps it, and says how it had ended.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from envs.core import Message, Step
 from envs.pool.config import PoolConfig
-from envs.pool.process import WorkerProcess
+from envs.pool.process import Worker
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Slot:
     idle_since: when the call before the first of `calls` ended.
     faults: exceptions since the process started."""
 
-    process: WorkerProcess
+    process: Worker
     launched: float
     seen: float
     ready: bool = False

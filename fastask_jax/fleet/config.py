@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ class FleetConfig:
         Ray on this host alone.
     ray_resources: what each replica takes of its node, as NAME=AMOUNT: CPU, GPU, or whatever the
         nodes offer.  Ray hides GPUs from a replica that asks for none.
+    ray_pools: what each environment worker takes of a node, in the same form; the workers of a
+        replica then run anywhere in the cluster, by default on its own node.
     servers: the URLs of the servers, one replica each.
     weights_dir: folder of this run's own on a disk that the servers share, by the same path; the
         run directory's weights/ if None.
@@ -41,6 +44,7 @@ class FleetConfig:
     place: str = "thread"
     ray_address: str = ""
     ray_resources: tuple[str, ...] = ("CPU=1",)
+    ray_pools: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
     weights_dir: Path | None = None
     api_key_file: Path | None = None
@@ -59,7 +63,10 @@ class FleetConfig:
             raise ValueError(
                 f'fleet.place is "thread", "process", "ray" or "http", not {self.place!r}'
             )
-        self.ray_request()  # checks the form
+        for field in ("ray_resources", "ray_pools"):
+            self.ray_request(field)  # checks the form
+        if self.ray_pools and self.place != "ray":
+            raise ValueError("fleet.ray_pools are for fleet.place=ray: give that too")
         self._check_servers()
         for name in ("patience", "silence", "retry"):
             if not getattr(self, name) > 0:
@@ -94,17 +101,17 @@ class FleetConfig:
                     f"fleet.servers are addresses such as http://127.0.0.1:8000, not {url!r}"
                 )
 
-    def ray_request(self) -> dict[str, float]:
-        """`ray_resources` by name.  Raises ValueError for what isn't NAME=AMOUNT."""
+    def ray_request(self, field: str = "ray_resources") -> dict[str, float]:
+        """A field's NAME=AMOUNT texts by name.  Raises ValueError for what isn't one."""
         request = {}
-        for text in self.ray_resources:
+        for text in getattr(self, field):
             name, _, amount = text.partition("=")
             try:
                 request[name.strip()] = float(amount)
             except ValueError:
                 name = ""
-            if not name.strip() or not request[name.strip()] > 0:
+            if not name.strip() or not 0 < request[name.strip()] < math.inf:
                 raise ValueError(
-                    f"fleet.ray_resources are NAME=AMOUNT with amounts above 0, not {text!r}"
+                    f"fleet.{field} are NAME=AMOUNT with amounts above 0, not {text!r}"
                 )
         return request

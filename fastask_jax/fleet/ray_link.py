@@ -1,6 +1,6 @@
 """Where replicas run, continued: actors on the nodes of a Ray cluster.
 
-    with connected(config):                       # FleetConfig
+    with connected(config, workers):              # FleetConfig
         link = RayLink("replica 0", "module:function", settings, config.ray_request())
 
 The actor runs the replica in one thread of it; two more take orders and give news.  On the
@@ -36,8 +36,9 @@ _AGAIN = 0.5
 
 
 @contextmanager
-def connected(config: FleetConfig) -> Iterator[None]:
+def connected(config: FleetConfig, workers: int) -> Iterator[None]:
     """This process takes part in the config's cluster; with no address, it starts Ray here.
+    workers: environment workers of each replica.
 
     Raises ModuleNotFoundError without Ray, and ConnectionError where no cluster answers.
     """
@@ -46,12 +47,14 @@ def connected(config: FleetConfig) -> Iterator[None]:
     if not config.ray_address:
         # Named after the systems on which it is the default: Ray then listens on loopback only.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray = _ray()
+    ray = ray_module()
     if config.ray_address:
         ray.init(config.ray_address, logging_level="WARNING")
     else:
-        # Ray's CPUs are a count of what fits; here all replicas do.
-        cpus = math.ceil(config.replicas * config.ray_request().get("CPU", 0.0))
+        # Ray's CPUs are a count of what fits; here everything does.
+        each = config.ray_request().get("CPU", 0.0)
+        each += workers * config.ray_request("ray_pools").get("CPU", 0.0)
+        cpus = math.ceil(config.replicas * each)
         ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level="WARNING")
     try:
         yield
@@ -79,7 +82,7 @@ class RayLink:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
     def start(self, tell: Callable[[News], None]) -> None:
-        ray, other = _ray(), dict(self._request)
+        ray, other = ray_module(), dict(self._request)
         actor_class = ray.remote(
             num_cpus=other.pop("CPU", 0.0),
             num_gpus=other.pop("GPU", 0.0),
@@ -108,7 +111,7 @@ class RayLink:
     def pack(self, params: Any) -> Any:
         from fastask_jax.distributed import host_copy
 
-        return _ray().put(host_copy(params))
+        return ray_module().put(host_copy(params))
 
     def alive(self) -> bool:
         return self._actor is not None and not self._gone.is_set()
@@ -117,7 +120,7 @@ class RayLink:
         self.send(Stop())
         if self._actor is not None:
             self._gone.wait(timeout)
-            _end(_ray(), self._actor)
+            end_actor(ray_module(), self._actor)
 
 
 class _Host:
@@ -141,7 +144,7 @@ class _Host:
             if isinstance(order, Weights):
                 if number < last:
                     continue
-                order = replace(order, params=_ray().get(order.params))
+                order = replace(order, params=ray_module().get(order.params))
             self._orders.put(order)
 
     def pull(self) -> list[News | None]:
@@ -163,7 +166,7 @@ def _relay(
         if not _tell_fault(ray, error, tell):
             _await_verdict(ray, actor)
     finally:
-        _end(ray, actor)
+        end_actor(ray, actor)
         gone.set()
 
 
@@ -179,7 +182,7 @@ def _send(
             ray.get(actor.push.remote(batch))
         except ray.exceptions.RayError as error:
             if _tell_fault(ray, error, tell):
-                _end(ray, actor)
+                end_actor(ray, actor)
             return  # `_relay` sees that the actor is gone
 
 
@@ -211,7 +214,8 @@ def _await_verdict(ray: ModuleType, actor: Any) -> None:
             return
 
 
-def _end(ray: ModuleType, actor: Any) -> None:
+def end_actor(ray: ModuleType, actor: Any) -> None:
+    """Ends an actor, at once."""
     # Ray says so where it knows of no such actor any more, and after a shutdown.
     with suppress(Exception):
         ray.kill(actor, no_restart=True)
@@ -227,7 +231,8 @@ def _environment() -> dict[str, str]:
     return {"JAX_PLATFORMS": chosen} if chosen else {}
 
 
-def _ray() -> ModuleType:
+def ray_module() -> ModuleType:
+    """Ray.  Raises ModuleNotFoundError that says what to install."""
     try:
         import ray
     except ModuleNotFoundError as error:

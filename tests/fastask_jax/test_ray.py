@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,17 +20,21 @@ from types import SimpleNamespace
 import pytest
 from jax import numpy as jnp
 
+from envs.pool import EnvPool, PoolConfig
 from experiments.config import to_json
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.ray_link import RayLink, connected
+from fastask_jax.fleet.ray_pool import ray_workers
 from fastask_jax.fleet.replica import Begin, Broken, Cancel, Sampled, Weights
 from fastask_jax.report.metrics import read_metrics
 from fastask_jax.rollout.scheduler import RolloutStats
+from tests.envs.test_pool import play, tasks_of
 from tests.fastask_jax.test_asynchronous import check_groups, children
 from tests.fastask_jax.test_loop import ROOT, flat, small
 
 GUIDE = (ROOT / "docs/ray.md").read_text("utf-8")
 STEPS = 12
+ENVIRONMENTS = "tests.envs.pool_envs:counting"
 
 
 def tree(pid: int) -> list[int]:
@@ -38,10 +43,10 @@ def tree(pid: int) -> list[int]:
     return [pid, *(found for child in below for found in tree(child))]
 
 
-def hosts(pid: int) -> list[int]:
-    """The replicas on a node."""
+def hosts(pid: int, actor: bytes = b"ray::_Host") -> list[int]:
+    """The replicas on a node, or other actors."""
     named = ((child, Path(f"/proc/{child}/cmdline")) for child in tree(pid))
-    return [child for child, file in named if file.exists() and b"ray::_Host" in file.read_bytes()]
+    return [child for child, file in named if file.exists() and actor in file.read_bytes()]
 
 
 def until(what, seconds=120.0, why=lambda: ""):
@@ -148,7 +153,7 @@ def make(settings):
 
 @pytest.fixture(scope="module")
 def ray(cluster):
-    with connected(FleetConfig(place="ray", ray_address=cluster.address)):
+    with connected(FleetConfig(place="ray", ray_address=cluster.address), workers=0):
         yield
 
 
@@ -219,6 +224,27 @@ def test_a_replica_without_room_waits_and_can_be_stopped(ray):
 
 
 @pytest.mark.slow
+def test_environments_of_lost_workers_are_replayed_on_other_nodes(cluster, ray):
+    tasks, settings = tasks_of(24, steps=8), {"pause": 0.02}
+    with EnvPool(ENVIRONMENTS, settings, PoolConfig(workers=2)) as pool:
+        expected = play(pool, tasks)
+    launch = ray_workers({"CPU": 0.5})
+    with EnvPool(ENVIRONMENTS, settings, PoolConfig(workers=2), launch) as pool:
+        _, first, second = cluster.nodes
+        places = [hosts(node.pid, b"ray::_Place") for node in (first, second)]
+        assert list(map(len, places)) == [1, 1]
+        timer = threading.Timer(0.5, os.kill, (places[0][0], signal.SIGKILL))
+        timer.start()
+        assert play(pool, tasks) == expected
+        timer.join()
+        stats = pool.stats()
+        assert stats["restarts"] == 1 and stats["replays"] > 0 and stats["errors"] == 0
+        assert 0 < stats["call_seconds"] < 5 and 0 <= stats["wait_seconds"] < 60
+    for node in (first, second):
+        until(lambda pid=node.pid: not hosts(pid, b"ray::_Place"), 30)
+
+
+@pytest.mark.slow
 def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
     config = small(tmp_path / "run", steps=STEPS, eval_tasks=0, save_every=STEPS)
     ours = ("run_dir", "mode", "fleet.")
@@ -226,6 +252,8 @@ def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
     assert "--run-dir runs/ray " in cluster.run
     command = cluster.run.replace("runs/ray", str(config.run_dir))
     command += "".join(f" --{name}={value}" for name, value in flags.items())
+    # Its environments run anywhere, too; what is left of the cluster has room for all.
+    command += " --fleet.ray-resources CPU=0.5 --fleet.ray-pools CPU=0.1"
     run = cluster.start(command, "run")
     metrics = config.run_dir / "metrics.jsonl"
     _, lost, other = cluster.nodes
@@ -240,6 +268,7 @@ def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
     try:
         goes_on(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
         assert len(hosts(lost.pid)) == len(hosts(other.pid)) == 1
+        assert hosts(lost.pid, b"ray::_Place")
         for pid in tree(lost.pid):
             os.kill(pid, signal.SIGKILL)
         goes_on(lambda: len(hosts(other.pid)) == 2)
@@ -255,5 +284,5 @@ def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     config = FleetConfig(place="ray", ray_address="127.0.0.2:6379")
-    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[ray\]'"), connected(config):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[ray\]'"), connected(config, 1):
         pass
