@@ -39,12 +39,12 @@ def outline(task: Task) -> dict[str, Any]:
     return {"question": task.question, "sheets": sheets}
 
 
-def rebuilt(task_id: str, truth: object) -> dict[str, Any] | None:
-    """The outline of a task that only its id is known of, or None where today's generator makes
-    no such task: another id, or another answer than the one that was recorded."""
+def recall(task_id: str, truth: object) -> Task | None:
+    """The task that only its id is known of, or None where today's generator makes no such task:
+    another id, or another answer than the one that was recorded."""
     try:
         scale, difficulty, kind, seed = task_id.split("-")
         task = make_task(int(seed), kind, difficulty, scale)
     except ValueError:
         return None
-    return outline(task) if task.id == task_id and task.truth == truth else None
+    return task if task.id == task_id and task.truth == truth else None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.fast_ask import DIFFICULTIES, KINDS, build_workbook, make_task
-from envs.fast_ask.outline import outline, rebuilt
+from envs.fast_ask.outline import outline, recall
 
 COUNTS = {"easy": (1, 0), "medium": (1, 2), "hard": (0, 2)}  # helpers, decoys of tiny workbooks
 
@@ -33,8 +33,8 @@ def test_an_outline_holds_what_get_workbook_metadata_tells() -> None:
 @given(st.integers(0, 2**28), st.sampled_from(list(KINDS)), st.sampled_from(DIFFICULTIES))
 def test_a_task_is_found_by_its_id(seed, kind, difficulty) -> None:
     task = make_task(seed, kind, difficulty)
-    assert rebuilt(task.id, task.truth) == outline(task)
-    assert rebuilt(task.id, task.truth + "0") is None
+    assert recall(task.id, task.truth) == task
+    assert recall(task.id, task.truth + "0") is None
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_a_task_is_found_by_its_id(seed, kind, difficulty) -> None:
              "tiny-easy-nothing-5", "tiny-easy-paid_on-05", "a-b-c-d-e"],
 )  # fmt: skip
 def test_other_ids_are_no_tasks(text) -> None:
-    assert rebuilt(text, "1") is None
+    assert recall(text, "1") is None
