@@ -13,7 +13,7 @@ fastask.compare = (() => {
     return { d, low, high, noise: low <= 0 && high >= 0 };
   }
 
-  const points = (x) => (known(x) ? `${x < 0 ? "\u2212" : "+"}${Math.abs(100 * x).toFixed(0)}` : "\u2013");
+  const points = (x) => (known(x) ? (Math.abs(x) < 0.005 ? "0" : `${x < 0 ? "\u2212" : "+"}${Math.abs(100 * x).toFixed(0)}`) : "\u2013");
 
   function cell(a, b) {
     if (!a || !b) return el("td.num", {}, "\u2013");

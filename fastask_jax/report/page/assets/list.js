@@ -119,7 +119,7 @@ fastask.list = (() => {
     function draw(force) {
       const high = height();
       const first = Math.max(0, Math.floor(body.scrollTop / high) - 8);
-      const end = Math.min(found.length, Math.ceil((body.scrollTop + body.clientHeight) / high) + 8);
+      const end = Math.min(found.length, first + 200, Math.ceil((body.scrollTop + body.clientHeight) / high) + 8);
       const key = `${first} ${end} ${high}`;
       if (force || key !== drawn) {
         drawn = key;
@@ -224,7 +224,7 @@ fastask.list = (() => {
         selects, el("label.step", {}, "steps", el("span", {}, bound("from", "from"), bound("to", "to"))), el("label.search", {}, search), clear, total),
       el("section.list", { class: `list${runs.length > 1 ? " two-runs" : ""}` }, head, body, empty));
     body.addEventListener("scroll", () => draw());
-    new ResizeObserver(() => draw(true)).observe(body);
+    new ResizeObserver(() => { if (body.isConnected) draw(); }).observe(body);
     update(selected);
     body.focus({ preventScroll: true });
     main.dataset.listed = Math.round(performance.now() - began);

@@ -37,18 +37,24 @@
     const mine = ++turn;
     const { path, query } = route();
     const view = Object.hasOwn(VIEWS, path[0]) ? path[0] : "";
-    document.body.dataset.view = view || "overview";
     delete main.dataset.shown;
     keys = null;
+    // The layout stays the old view's until the new one has its data and draws.
+    const dress = () => { document.body.dataset.view = view || "overview"; };
+    const alive = () => {
+      if (mine === turn) dress();
+      return mine === turn;
+    };
     try {
       await bar(view === "t" ? "t" : view);
       // A view that had to wait for data draws nothing once another has been asked for.
-      const found = await VIEWS[view](path, query, () => mine === turn);
+      const found = await VIEWS[view](path, query, alive);
       if (mine !== turn) return;
       keys = found;
       if (view !== "list") window.scrollTo(0, 0);
     } catch (error) {
       if (mine !== turn) return;
+      dress();
       fill(main, el("p.empty.failed", { role: "alert" }, error.message));
     }
   }

@@ -49,7 +49,7 @@ fastask.overview = (() => {
       lines("Entropy, nats a token", both(runs, "policy/entropy"), { low: 0 }),
       lines("Rollouts with signal", both(runs, "train/with_signal"), { low: 0, high: 1, format: percent }),
       lines("Malformed calls", both(runs, "train/malformed_calls"), { low: 0 }),
-      lines("Sampler and learner apart, nats", both(runs, "policy/log_ratio_abs"), { low: 0 }),
+      lines("Sampler\u2013learner gap, nats", both(runs, "policy/log_ratio_abs"), { low: 0 }),
       lines("Tokens a second", both(runs, "train/tokens_per_second"), { low: 0 }),
     ];
   }

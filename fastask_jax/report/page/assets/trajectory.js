@@ -152,10 +152,10 @@ fastask.trajectory = (() => {
 
   async function show(main, path, query, alive) {
     const [everyone, runs] = [await fastask.list.all(), await fastask.load("runs")];
-    if (!alive()) return null;
     const run = Number(path[1]);
     const e = everyone.find((o) => o.run === run && o.id === path[2]);
     if (!e) {
+      if (!alive()) return null;
       fastask.fill(main, el("p.empty", {}, "This run keeps no episode of that name. ", el("a", { href: "#/list" }, "All episodes")));
       return null;
     }
