@@ -1,8 +1,8 @@
 """A headless Chromium, driven over its DevTools pipe: no driver program, no package, no port.
 
-Messages of the DevTools protocol are JSON texts that end in a zero byte, on the file descriptors 3
-(to the browser) and 4 (from it).  One page; commands wait for their answers; events that a test asks
-about are kept.  Left out: everything else that a browser can do.
+Messages of the DevTools protocol are JSON texts that end in a zero byte, on the file descriptors
+3 (to the browser) and 4 (from it).  One page; commands wait for their answers; what scripts threw
+is kept.  Left out: everything else that a browser can do.
 """
 
 from __future__ import annotations
@@ -125,8 +125,11 @@ class Browser:
         if self._session is not None:
             message["sessionId"] = self._session
         data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self._write, data) :]
+        try:
+            while data:
+                data = data[os.write(self._write, data) :]
+        except BrokenPipeError:
+            raise BrowserError(f"{method}: the browser has ended") from None
         deadline = time.monotonic() + self._timeout
         while True:
             answer = self._receive(deadline, method)

@@ -99,7 +99,8 @@ def test_a_run_leaves_what_the_design_says(finished):
             if turn["role"] == "reply":
                 assert len(turn["chars"]) == len(turn["logprobs"]) == turn["tokens"]
                 assert sum(turn["chars"]) == len(turn["text"])
-        assert trace["info"]["ranges"] == [r for _, _, *part in trace["info"]["reads"] for r in part]
+        info = trace["info"]
+        assert info["ranges"] == [label for _, _, *part in info["reads"] for label in part]
     assert len(policies["trained"]) == 3
 
 

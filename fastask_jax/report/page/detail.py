@@ -132,7 +132,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
     for turn in value if isinstance(value, list) else []:
         if not isinstance(turn, dict):
             continue
-        said = {
+        said: dict[str, Any] = {
             "role": text(turn.get("role"), 20),
             "text": text(turn.get("text")),
             "tokens": number(turn.get("tokens")),

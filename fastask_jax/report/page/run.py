@@ -32,8 +32,8 @@ SERIES = (
     names.REWARD, names.ACCURACY, names.TURNS, "train/cells", "train/malformed_calls",
     names.TOKENS_PER_SECOND, names.WALL_SECONDS, names.EVAL_REWARD, names.EVAL_ACCURACY,
     names.EVAL_LOW, names.EVAL_HIGH, names.EVAL_TURNS, "eval/cells", "policy/staleness",
-    "policy/entropy", "policy/log_ratio_abs", "train/with_signal", "time/learn", "time/eval", "time/rollout",
-    "time/decode", "time/append", "time/pool", "time/idle",
+    "policy/entropy", "policy/log_ratio_abs", "train/with_signal", "time/learn", "time/eval",
+    "time/rollout", "time/decode", "time/append", "time/pool", "time/idle",
 )  # fmt: skip
 _STEP = re.compile(r"step_(\d+)")
 _WEIGHTS = ("correct", "efficiency", "concise")

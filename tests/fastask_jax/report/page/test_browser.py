@@ -47,9 +47,7 @@ def test_from_the_list_to_a_trajectory_with_its_cells_lit(page, runs) -> None:
     choose(browser, "split", "train")
     choose(browser, "type", wanted)
     choose(browser, "outcome", "wrong")
-    failures = [
-        t for t in traces if t["info"]["type"] == wanted and t["parts"]["correct"] == 0
-    ]
+    failures = [t for t in traces if t["info"]["type"] == wanted and t["parts"]["correct"] == 0]
     assert texts(browser, "output.total")[0].startswith(f"{len(failures)} of ")
     assert set(texts(browser, ".row .type")) == {wanted}
     assert set(browser.run("[...document.querySelectorAll('.row')].map(e => e.dataset.outcome)")) \
@@ -71,9 +69,8 @@ def test_from_the_list_to_a_trajectory_with_its_cells_lit(page, runs) -> None:
         assert texts(browser, ".where .dim")[0] == f"{place + 2} of {len(failures)}"
     assert seen is not None, "one of the failures has read cells"
     step, group, sample = seen.removeprefix("0/s").split("-")
-    trace = next(
-        t for t in failures if [t["step"], t["group"], t["sample"]] == [int(step), int(group), int(sample)]
-    )  # fmt: skip
+    place = {"step": int(step), "group": int(group), "sample": int(sample)}
+    [trace] = [t for t in failures if place.items() <= t.items()]
     ranges = browser.run("[...document.querySelectorAll('.lit')].map(e => e.dataset.range)")
     assert sorted(ranges) == sorted(trace["info"]["ranges"])
     # Each is a coloured area of the panel of its sheet, and the panel counts the cells.
@@ -125,10 +122,12 @@ def test_two_runs_side_by_side(page, runs) -> None:
     difference = texts(browser, "#compare tr.total .difference b")[0].replace("\u2212", "-")
     assert float(difference) == pytest.approx(100 * (rates[1] - rates[0]), abs=0.51)
     types = {r["type"] for r in records}
-    shown = browser.run("[...document.querySelectorAll('#compare tr[data-row]')].map(e => e.dataset.row)")
+    shown = browser.run(
+        "[...document.querySelectorAll('#compare tr[data-row]')].map(e => e.dataset.row)"
+    )
     assert types <= set(shown)
     # Curves of both in one picture.
-    assert browser.run("document.querySelectorAll('.chart')[0].querySelectorAll('path.line').length") == 2
+    assert browser.run("document.querySelector('.chart').querySelectorAll('path.line').length") == 2
     assert browser.run("document.querySelectorAll('.chart').length") >= 12
     for width in (1280, 390):
         browser.resize(width, 844)
@@ -148,7 +147,7 @@ def test_nothing_that_a_run_says_is_executed(page, runs) -> None:
     browser.wait(SHOWN)
     before = browser.run("document.querySelectorAll('script, img, iframe').length")
     said = browser.run("document.querySelector('.said.reply .tokens').textContent")
-    assert "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>" in said
+    assert "</script><script>window.pwned = 1</script><img src=x onerror='window.p" in said
     assert "line\u2028separator\u2029paragraph\x00zero" in said
     assert texts(browser, ".more")[0].endswith("show all 300,000 characters")
     browser.run("document.querySelectorAll('.more').forEach(e => e.click())")
@@ -156,10 +155,8 @@ def test_nothing_that_a_run_says_is_executed(page, runs) -> None:
     browser.wait(SHOWN)
     assert browser.run("document.querySelectorAll('script, img, iframe').length") == before
     # Markup that did get into the page would still not run: the page's policy.
-    browser.run(
-        "document.getElementById('main').insertAdjacentHTML('beforeend',"
-        " '<img src=x onerror=\"window.pwned = 4\"><svg onload=\"window.pwned = 5\"></svg>')"
-    )
+    markup = '<img src=x onerror="window.pwned = 4"><svg onload="window.pwned = 5"></svg>'
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(markup)})")
     browser.run("new Promise(done => setTimeout(done, 100))")
     assert browser.run("window.pwned === undefined && ({}).correct === undefined")
     for name in ("%ff", "../../x", "__proto__", "constructor"):
