@@ -132,6 +132,7 @@ fastask.list = (() => {
           return node;
         }));
       }
+      head.style.paddingRight = `${14 + body.offsetWidth - body.clientWidth}px`;  // the scroll bar's
       for (const node of spacer.children) {
         const is = found[selected] && node.id === `row-${found[selected].index}`;
         node.classList.toggle("selected", is);
