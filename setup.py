@@ -110,7 +110,7 @@ setup(
         ]
     ),
     package_data={
-        "fastask_jax": ["model/tokenizers/**", "model/weights/**"],
+        "fastask_jax": ["model/tokenizers/**", "model/weights/**", "report/page/assets/**"],
         "envs": ["**/data/**"],
     },
     install_requires=REQUIRES,

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
+from envs.fast_ask.outline import outline
 from envs.fast_ask.tools import TOOLS
 from envs.pool import EnvPool, PoolConfig
 from envs.pool.process import Launch, WorkerProcess
@@ -391,6 +392,7 @@ def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict
             source=rollouts,
             eval_tasks=heldout,
             on_eval=on_eval,
+            describe=outline,
             on_start=lambda: save_config(config, config.run_dir),
             # Of the engine and the sandbox, what the policy notices.
             settings={

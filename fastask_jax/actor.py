@@ -83,8 +83,13 @@ class Actor:
         RuntimeError when an episode failed for reasons of its own: no score is better than a
         wrong one.
         """
-        found = self.run(params, version, tasks, 1, "evaluation", temperature=temperature)
-        return evaluation_records(found)
+        return evaluation_records(self.evaluation(params, version, tasks, temperature))
+
+    def evaluation(
+        self, params: Any, version: int, tasks: Sequence[Any], temperature: float | None = None
+    ) -> list[Trajectory]:
+        """The rollouts that `evaluate` makes its records of."""
+        return self.run(params, version, tasks, 1, "evaluation", temperature=temperature)
 
 
 def evaluation_records(found: Sequence[Trajectory]) -> list[Record]:

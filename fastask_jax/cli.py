@@ -2,6 +2,7 @@
 
     fastask ask BOOK.xlsx "question" [--checkpoint RUN] [--json]
     fastask serve [--checkpoint RUN] [--port N]
+    fastask view RUN [RUN2] [--export DIR]
     fastask doctor
     fastask --version
 
@@ -16,6 +17,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn
 
 from fastask_jax import __version__, _exit
@@ -54,6 +56,9 @@ def _dispatch(words: Sequence[str]) -> int | None:
         return doctor()
     if args.command == "serve":
         _serve(args)
+        return None
+    if args.command == "view":
+        _view(args)
         return None
     from fastask_jax.ask import main as ask  # imports JAX
 
@@ -117,6 +122,19 @@ def _parser() -> argparse.ArgumentParser:
         "--grace", type=float, default=30.0, metavar="S",
         help="seconds that running requests have left after SIGTERM (30)",
     )  # fmt: skip
+    view = commands.add_parser(
+        "view",
+        help="look at a run: curves, accuracies, every episode that it kept",
+        description="Serves the page of a run, or of two side by side, until Ctrl-C; with "
+        "--export it is written instead, as files that open from disk (docs/view.md).",
+    )
+    view.add_argument("runs", metavar="RUN", nargs="+", help="one run directory, or two to compare")
+    view.add_argument("--export", metavar="DIR", help="write the page to a folder and end")
+    view.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    view.add_argument(
+        "--port", type=int, default=8100, metavar="N", help="port; 0 takes a free one (8100)"
+    )
+    view.add_argument("--open", action="store_true", help="show the page in a browser")
     commands.add_parser(
         "doctor",
         help="show versions and the layers of the Python sandbox",
@@ -142,6 +160,25 @@ def _serve(args: argparse.Namespace) -> None:
             "fastask serve needs its extra: pip install '.[serve]'", name=error.name
         ) from None
     serve(config)
+
+
+def _view(args: argparse.Namespace) -> None:
+    from fastask_jax.report.page import Site, serve, write_site
+
+    runs = [Path(run) for run in args.runs]
+    if len(runs) > 2:
+        raise _exit.UsageError(f"fastask view takes one run or two, not {len(runs)}")
+    if not 0 <= args.port < 65536:
+        raise _exit.UsageError(f"--port is 0 to 65535, not {args.port}")
+    if args.export is not None:
+        index = write_site(runs, Path(args.export))
+        print(f"open {index} in a browser")
+        if args.open:
+            import webbrowser
+
+            webbrowser.open(index.absolute().as_uri())
+        return
+    serve(Site(runs), args.host, args.port, args.open)
 
 
 def doctor() -> int:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from fastask_jax.actor import Actor, Record, add_stats, evaluation_records
+from fastask_jax.actor import Actor, add_stats
 from fastask_jax.distributed import local_copy
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.fleet import Fleet
@@ -81,7 +81,7 @@ class Source(Protocol):
 
     def collect(self, step: int) -> Collected: ...
 
-    def evaluate(self, tasks: Sequence[Any]) -> list[Record]: ...
+    def evaluate(self, tasks: Sequence[Any]) -> list[Trajectory]: ...
 
     def settings(self) -> dict[str, Any]: ...
 
@@ -151,9 +151,9 @@ class Synchronous:
         values = _stats_values(stats) | {"train/with_signal": len(useful) / max(valid, 1)}
         return Collected(useful, kept + spare, values)
 
-    def evaluate(self, tasks: Sequence[Any]) -> list[Record]:
-        """Raises RuntimeError as `Actor.evaluate` does."""
-        return self.actor.evaluate(self._place(self._weights[0]), self._weights[1], tasks)
+    def evaluate(self, tasks: Sequence[Any]) -> list[Trajectory]:
+        """One rollout of each task, as `Actor.evaluate` samples them."""
+        return self.actor.evaluation(self._place(self._weights[0]), self._weights[1], tasks)
 
     def settings(self) -> dict[str, Any]:
         """What decides which rollouts a run sees."""
@@ -235,10 +235,9 @@ class Asynchronous:
         taken = [(group.number, group.oldest) for group in groups]
         return Collected([t for t in useful if t.valid], ended, values, taken)
 
-    def evaluate(self, tasks: Sequence[Any]) -> list[Record]:
-        """Raises as `Fleet.evaluate` does, and RuntimeError for an episode that failed."""
-        found = self.fleet.evaluate(tasks)
-        return evaluation_records([trajectory for [trajectory] in found])
+    def evaluate(self, tasks: Sequence[Any]) -> list[Trajectory]:
+        """One rollout of each task.  Raises as `Fleet.evaluate` does."""
+        return [trajectory for [trajectory] in self.fleet.evaluate(tasks)]
 
     def settings(self) -> dict[str, Any]:
         """What decides which rollouts a run sees."""

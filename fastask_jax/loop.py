@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from fastask_jax._exit import resumable
-from fastask_jax.actor import Record, record
+from fastask_jax.actor import Record, evaluation_records, record
 from fastask_jax.collect import CUT, Batches, Collected, Source
 from fastask_jax.distributed import Channel, Quiet, is_main
 from fastask_jax.learn import Objective, PackConfig, TrainState, TrainStep, pack, results
@@ -43,6 +43,7 @@ from fastask_jax.report.metrics import MetricsWriter, eval_values, read_metrics
 from fastask_jax.report.progress import Progress
 from fastask_jax.report.summary import summarize
 from fastask_jax.report.traces import TraceWriter
+from fastask_jax.rollout.transcript import Trajectory
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class LoopConfig:
     save_every: steps between checkpoints.  keep_last: how many of them are kept.  keep_every:
         those of steps that this divides are kept for ever; none without it.
     traces: trajectories a step written to traces.jsonl.
+    eval_traces: trajectories an evaluation written there.
     gap_alarm: mean |log(learner's / sampler's probability)| of a step's tokens above which a
         warning is shown, of those that the step's own weights sampled: it should be rounding.
     seed: of tasks' order and sampling.
@@ -73,6 +75,7 @@ class LoopConfig:
     keep_last: int = 2
     keep_every: int | None = None
     traces: int = 8
+    eval_traces: int = 64
     gap_alarm: float = 0.01
     seed: int = 0
 
@@ -89,7 +92,7 @@ class LoopConfig:
             raise ValueError(f"loop.keep_last must be at least 1, not {self.keep_last}")
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"loop.keep_every must be at least 1, not {self.keep_every}")
-        for name in ("refill_rounds", "eval_tasks", "traces"):
+        for name in ("refill_rounds", "eval_tasks", "traces", "eval_traces"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loop.{name} must be 0 or more, not {getattr(self, name)}")
         if not self.gap_alarm > 0:
@@ -113,6 +116,7 @@ class Trainer:
 
     settings: configs by name, those that the trainer doesn't know itself and without which the
     run would be another one (`env`); a resumed run must have the same.
+    describe: what a trace tells of a task beside its id, such as its question.
     began: when the run began, on this process's `time.monotonic`; `run` takes off what earlier
     sessions of a resumed run took.
     """
@@ -126,6 +130,7 @@ class Trainer:
     on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
     on_start: Callable[[], object] = lambda: None  # the run may begin: nothing was refused
     settings: Mapping[str, Any] = field(default_factory=dict)
+    describe: Callable[[Any], Mapping[str, Any]] = lambda task: {}
     began: float = field(default_factory=time.monotonic)
     _checkpoints: Checkpointer = field(init=False)
     _base: dict[str, Any] = field(init=False, default_factory=dict)  # of a run with LoRA
@@ -164,7 +169,7 @@ class Trainer:
                 count = len(self.eval_tasks)
                 tasks = f"{count} task" + "s" * (count != 1)
                 progress.note(f"evaluating {tasks}; what runs for the first time compiles")
-                values = self._evaluate(0, progress)
+                values = self._evaluate(0, traces, progress)
                 metrics.write(0, values | self._wall())
                 self._save(0, state)
             for step in range((done or 0) + 1, self.config.steps + 1):
@@ -173,7 +178,7 @@ class Trainer:
                 if warning is not None:
                     progress.note(f"step {step}: {warning}")
                 if step % self.config.eval_every == 0 or step == self.config.steps:
-                    values |= self._evaluate(step, progress)
+                    values |= self._evaluate(step, traces, progress)
                 metrics.write(step, values | self._wall())
                 progress.update(step, values)
                 if step % self.config.save_every == 0 or step == self.config.steps:
@@ -292,8 +297,7 @@ class Trainer:
                     "Resume from it with a lower optimizer.learning_rate"
                 )
             self._publish(state)
-        for trajectory in found.ended[: self.config.traces]:
-            traces.write({"step": step, **trajectory.to_json(self.source.chat)})
+        self._trace(step, "train", found.ended[: self.config.traces], traces)
         groups.write({"step": step, "groups": found.groups})
         seconds = time.monotonic() - began
         values |= _rollout_values(found, valid) | found.values
@@ -310,11 +314,28 @@ class Trainer:
     def _publish(self, state: TrainState) -> None:
         self.source.weights(self.step_fn.policy(state), int(state.version))
 
-    def _evaluate(self, step: int, progress: Progress | Quiet) -> dict[str, Any]:
+    def _trace(
+        self, step: int, split: str, found: Sequence[Trajectory], traces: TraceWriter | Quiet
+    ) -> None:
+        """Writes the trajectories with what is known of their tasks; on process 0."""
+        if not is_main():
+            return
+        told: tuple[Any, Mapping[str, Any]] = (None, {})  # the copies of a task come in a row
+        for trajectory in found:
+            if told[0] is not trajectory.task:
+                told = trajectory.task, self.describe(trajectory.task)
+            line = trajectory.to_json(self.source.chat)
+            traces.write({"step": step, "split": split, **told[1], **line})
+
+    def _evaluate(
+        self, step: int, traces: TraceWriter | Quiet, progress: Progress | Quiet
+    ) -> dict[str, Any]:
         if not self.eval_tasks:
             return {}
         began = time.monotonic()
-        records = self.source.evaluate(self.eval_tasks)
+        found = self.source.evaluate(self.eval_tasks)
+        records = evaluation_records(found)
+        self._trace(step, "eval", found[: self.config.eval_traces], traces)
         if is_main():
             write_records(self.run_dir, f"step_{step:05d}", records)
             self.on_eval(step, records)

@@ -102,6 +102,7 @@ class FastAskEnv:
         self.toolbox = Toolbox(book, self._python, self._bind)
         self.turns = self.tool_calls = 0
         self.python_calls = self.python_errors = 0
+        self.reads: list[list[Any]] = []  # [turn, call of that turn, its ranges ...]
         self.final: Reply | None = None
         self.stop_reason: str | None = None
         self._started = time.monotonic()
@@ -142,10 +143,13 @@ class FastAskEnv:
         messages = []
         for i, call in enumerate(reply.tool_calls):
             self.tool_calls += 1
+            before = len(self.toolbox.ranges_read)
             if i < self.config.max_calls:
                 text = self.toolbox.call(call)
             else:
                 text = f"error: at most {self.config.max_calls} calls in one reply"
+            if ranges := self.toolbox.ranges_read[before:]:
+                self.reads.append([self.turns, i + 1, *ranges])
             messages.append(Message("tool", text))
         if reply.stop_reason == "length":
             return self._end("length")
@@ -176,6 +180,7 @@ class FastAskEnv:
             "malformed": self.toolbox.malformed,
             "cells": self.toolbox.cells_read,
             "ranges": list(self.toolbox.ranges_read),
+            "reads": [list(read) for read in self.reads],
             "python_calls": self.python_calls,
             "python_errors": self.python_errors,
             "stop_reason": self.stop_reason,

@@ -32,7 +32,7 @@ _DONE = ("Open", "Done", "Held")
 _PLAN = tuple("jan feb mar apr may jun jul aug sep oct nov dec".split())
 
 # Each decoy has a year's plan in twelve further columns, filled as "plan" says.
-_DECOYS: dict[str, dict[str, _Filling]] = {
+DECOYS: dict[str, dict[str, _Filling]] = {
     "HiringPlan": {
         "role": vocab.ROLES, "recruiter": vocab.RECRUITERS, "start": MONTHS,
         "headcount": ("", 1, 9), "salary_cents": ("", 400_000, 1_900_000), "site": _CITIES,
@@ -91,7 +91,7 @@ _IDLE: dict[str, dict[str, _Filling]] = {
 @lru_cache(maxsize=64)
 def _long_table(sheet: str, decoy: bool) -> tuple[str, list[tuple], frozenset]:
     """(header, rows, all values) of a sheet's filler, the same in every process."""
-    fillings = _DECOYS[sheet] if decoy else _IDLE[sheet]
+    fillings = DECOYS[sheet] if decoy else _IDLE[sheet]
     columns: list[tuple[str, _Filling]] = []
     for name, filling in fillings.items():
         columns += [(month, filling) for month in _PLAN] if name == "plan" else [(name, filling)]
@@ -131,7 +131,7 @@ def decoys(rng: Random, scale: Scale, truth: int | str | None) -> list[Table]:
 
 def _large(rng: Random, scale: Scale, truth: int | str | None) -> list[Table]:
     tables: list[Table] = []
-    for name in rng.sample(list(_DECOYS), scale.decoys):
+    for name in rng.sample(list(DECOYS), scale.decoys):
         header, rows, values = _long_table(name, True)
         rows = _some_rows(rng, rows, rng.randint(*scale.decoy_rows))
         if truth in values:

@@ -79,11 +79,11 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
     Raises ValueError that names the line when an earlier one is damaged.
     """
-    return [record for record, _ in _lines(Path(path))]
+    return [record for record, _ in lines(Path(path))]
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Objects with the byte offset after each."""
+def lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Objects with the byte offset after each, without a torn last line; raises as `read_jsonl`."""
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -102,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _cut(path: Path, after_step: int) -> int | None:
     """Truncates after the last line to keep; its step, or None when nothing is kept."""
     keep, last = 0, None
-    for record, end in _lines(path):
+    for record, end in lines(path):
         step = record.get("step", -1)
         if step > after_step:
             break

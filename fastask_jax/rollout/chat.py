@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from envs.core import Message, Reply, ToolCall, ToolSpec
 from fastask_jax.rollout.toolcalls import HOW_TO_CALL, parse_reply_text
@@ -157,6 +158,20 @@ class ChatFormat:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def lengths(self, ids: Sequence[int]) -> list[int]:
+        """How many characters of `decode(ids)` each id adds; their sum is the text's length.
+
+        Of a character that several tokens make, the last of them has the whole.
+        """
+        stream, left, found = DecodeStream(skip_special_tokens=False), len(self.decode(ids)), []
+        for i in ids:
+            piece = min(left, len(stream.step(self._backend, int(i)) or ""))
+            found.append(piece)
+            left -= piece
+        if found:  # bytes that never became a character
+            found[-1] += left
+        return found
 
     def parse_reply(
         self,

@@ -148,16 +148,21 @@ class Trajectory:
 
     def to_json(self, chat: ChatFormat) -> dict[str, Any]:
         """One line of traces.jsonl: outcome, counts, and the text of every span with its role,
-        token count and, for replies, summed logprob and policy version(s)."""
+        token count and, for replies, summed logprob, policy version(s), and for each token the
+        characters of the text that are its own and its logprob."""
         turns: list[dict[str, Any]] = []
         for span in self.spans:
+            ids = self.span_ids(span)
             turn: dict[str, Any] = {
                 "role": span.kind,
-                "text": chat.decode(self.span_ids(span)),
+                "text": chat.decode(ids),
                 "tokens": span.end - span.start,
             }
             if span.kind == REPLY:
-                turn["logprob"] = float(sum(self._logprobs[span.start : span.end]))
+                logprobs = self._logprobs[span.start : span.end]
+                turn["logprob"] = float(sum(logprobs))
+                turn["chars"] = chat.lengths(ids)
+                turn["logprobs"] = [round(value, 3) for value in logprobs]
                 turn["versions"] = sorted(set(self._versions[span.start : span.end]))
             turns.append(turn)
         return {

@@ -88,7 +88,19 @@ def test_a_run_leaves_what_the_design_says(finished):
     assert summary["policies"]["oracle"]["exact_match"] == 1.0
     assert (run_dir / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert (run_dir / "policy" / "config.json").exists()
-    assert all(t["step"] for t in read_traces(run_dir))
+    traces = read_traces(run_dir)
+    by_split = {split: [t for t in traces if t["split"] == split] for split in ("train", "eval")}
+    assert [t["step"] for t in by_split["eval"]] == [0, 0, 0, 3, 3, 3, 4, 4, 4]
+    assert [t["step"] for t in by_split["train"]] == [n for n in (1, 2, 3, 4) for _ in range(8)]
+    for trace in traces:
+        assert trace["question"] in trace["turns"][0]["text"]
+        assert [name for name, *_ in trace["sheets"] if name in trace["turns"][0]["text"]]
+        for turn in trace["turns"]:
+            if turn["role"] == "reply":
+                assert len(turn["chars"]) == len(turn["logprobs"]) == turn["tokens"]
+                assert sum(turn["chars"]) == len(turn["text"])
+        info = trace["info"]
+        assert info["ranges"] == [label for _, _, *part in info["reads"] for label in part]
     assert len(policies["trained"]) == 3
 
 

@@ -404,7 +404,8 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert any(line["train/with_signal"] > 0 for line in metrics(2)[1:])
 
     def texts(n):
-        return [[turn["text"] for turn in t["turns"]] for t in read_traces(runs[n])]
+        traces = [t for t in read_traces(runs[n]) if t["split"] == "train"]
+        return [[turn["text"] for turn in t["turns"]] for t in traces]
 
     assert texts(2) == texts(1) and len(texts(2)) == 24
     first, second = (np.load(run / "weights.npz") for run in runs.values())

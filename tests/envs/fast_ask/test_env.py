@@ -199,6 +199,9 @@ def test_cells_that_were_read_are_records_and_state_is_kept(env: FastAskEnv) -> 
     assert text.content == f"{sum(lines)} {orders} 2"
     assert env.score().info["cells"] == 4 * (len(lines) + 1 + orders + 1)
     assert len(env.score().info["ranges"]) == 2
+    reads = env.score().info["reads"]
+    assert [[turn, call] for turn, call, *_ in reads] == [[1, 1], [1, 2]]
+    assert [ranges for _, _, *ranges in reads] == [[text] for text in env.score().info["ranges"]]
 
 
 def test_only_what_is_printed_comes_back(env: FastAskEnv) -> None:

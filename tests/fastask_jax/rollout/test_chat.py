@@ -162,6 +162,23 @@ def test_parse_of_ids_outside_of_the_vocabulary_and_broken_utf8(chat):
     assert (reply.tokens, reply.stop_reason, reply.tool_calls) == (3, "length", ())
 
 
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_lengths_of_tokens_make_up_the_text(tokenizer, data):
+    chat = ChatFormat(tokenizer)
+    known = chat.encode_text("é 漢字 ok\n")
+    ids = data.draw(st.lists(st.sampled_from(known) | st.integers(0, chat.vocab_size - 1)))
+    lengths = chat.lengths(ids)
+    assert len(lengths) == len(ids) and min(lengths, default=0) >= 0
+    assert sum(lengths) == len(chat.decode(ids))
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last(chat):
+    ids = [*chat.encode_text("é"), chat.stop_id, chat.encode_text("é")[0]]
+    assert len(ids) == 4 and chat.decode(ids) == "é<|im_end|>\ufffd"
+    assert chat.lengths(ids) == [0, 1, len("<|im_end|>"), 1]
+
+
 def with_template(tokenizer, template):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template

@@ -93,6 +93,9 @@ def test_json_line_holds_text_and_outcome(chat):
     assert line["turns"][1]["text"] == "ANSWER: 1<|im_end|>"
     assert line["turns"][1]["versions"] == [4]
     assert line["turns"][1]["logprob"] == -0.5 * line["sampled"]
+    assert line["turns"][1]["logprobs"] == [-0.5] * line["sampled"]
+    assert line["turns"][1]["chars"][-1] == len("<|im_end|>")
+    assert sum(line["turns"][1]["chars"]) == len("ANSWER: 1<|im_end|>")
     assert (line["task"], line["group"], line["sample"]) == ("t7", 1, 2)
     assert (line["reward"], line["parts"]) == (0.5, {"correct": 0.5})
     assert line["info"] == {"family": "revenue"}
