@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,30 @@ def sandbox():
         yield found
 
 
+class Stage:
+    """One server for all tests, whose script is the test's."""
+
+    script: Script
+    url: str
+
+    async def __call__(self, scope, receive, send):
+        await self.script.app()(scope, receive, send)
+
+    @contextmanager
+    def __getitem__(self, script):
+        self.script = script
+        yield self.url
+
+
+STAGE = Stage()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stage():
+    with listening(STAGE) as STAGE.url:
+        yield
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("fastask_jax.policies.remote.client._FIRST", 0.01)
@@ -77,7 +102,7 @@ class Echo:
 
 
 def play(dialect, script, env, config=CONFIG, key=KEY):
-    with listening(script.app()) as url, open_policy(dialect, url + "/v1", config, key) as policy:
+    with STAGE[script] as url, open_policy(dialect, url + "/v1", config, key) as policy:
         return policy.run(env)
 
 
@@ -116,7 +141,7 @@ def test_tokens_are_paid_for(sandbox):
 @both
 def test_it_acts_as_a_policy_too(dialect, sandbox):
     with (
-        listening(Script(units_of_west()).app()) as url,
+        STAGE[Script(units_of_west())] as url,
         open_policy(dialect, url + "/v1", CONFIG, KEY) as policy,
     ):
         score = run_episode(policy.talk(), Ask(FastAskConfig(), sandbox), None)
@@ -127,7 +152,7 @@ def test_it_acts_as_a_policy_too(dialect, sandbox):
 def test_many_at_a_time_share_one_policy(dialect):
     script = Script([Turn(calls=(("look", {}),)), Turn("done")])
     with (
-        listening(script.app()) as url,
+        STAGE[script] as url,
         open_policy(dialect, url + "/v1", CONFIG, KEY) as policy,
     ):
         found = []
@@ -225,7 +250,7 @@ def test_silence_is_tried_again_and_the_deadline_ends_the_episode():
     found = play("openai", script, Echo(), replace(CONFIG, silence=0.2))
     assert found.valid and found.tries == 2 and found.waited >= 0.2
     script = Script([Turn(calls=(("look", {}),)), Turn("done")])
-    with listening(script.app()) as url:
+    with STAGE[script] as url:
         with open_policy("openai", url + "/v1", replace(CONFIG, deadline=0.3), KEY) as policy:
             script.faults = []
             env = Echo()
@@ -289,7 +314,7 @@ def test_a_fault_of_the_environment_is_told():
 def test_requests_keep_to_the_rate():
     script = Script([Turn("done")])
     with (
-        listening(script.app()) as url,
+        STAGE[script] as url,
         open_policy(
             "openai", url + "/v1", replace(CONFIG, requests_per_minute=600), KEY
         ) as policy,
