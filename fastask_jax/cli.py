@@ -1,24 +1,27 @@
 """The `fastask` command: ask a workbook a question, look at what this machine offers.
 
-    fastask ask BOOK.xlsx "question" [--checkpoint RUN] [--json]
+    fastask ask BOOK.xlsx "question" ... [--checkpoint RUN | --openai URL --model M] [--json]
     fastask serve [--checkpoint RUN] [--port N]
     fastask doctor
     fastask --version
 
 Only parses and dispatches; imports no JAX until a question is asked or a model served.  Exit codes:
-0 done, 1 failed (for `doctor`: run_python is refused here), 2 wrong usage, 130 interrupted.
+0 done, 1 failed (for `doctor`: run_python is refused here), 2 wrong usage, 3 a question got no
+answer, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from fastask_jax import __version__, _exit
+from fastask_jax.ask.choice import add_choice
 
 _PACKAGES = (
     "jax",
@@ -49,18 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int | None:
-    args = _parser().parse_args(words)
+    parser, ask = _parser()
+    if words and words[0] == "ask":  # questions may stand before, between and behind options
+        return _ask(ask.parse_intermixed_args(words[1:]))
+    args = parser.parse_args(words)
     if args.command == "doctor":
         return doctor()
-    if args.command == "serve":
-        _serve(args)
-        return None
-    from fastask_jax.ask import main as ask  # imports JAX
-
-    return ask(args.book, args.question, checkpoint=args.checkpoint, as_json=args.json)
+    assert args.command == "serve"
+    _serve(args)
+    return None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """That of the command, and that of `ask`."""
     parser = _Parser(
         prog="fastask",
         description="Answers narrow questions about workbooks with a small trained model.",
@@ -70,15 +74,22 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ask = commands.add_parser(
         "ask",
-        help="answer a question about a workbook",
-        description="Prints the answer and the ranges that were read for it.",
+        help="answer questions about a workbook",
+        description="Prints each answer and the ranges that were read for it.  Exit code 3: the "
+        "model gave no answer.",
     )
-    ask.add_argument("book", metavar="BOOK", help="an .xlsx file")
-    ask.add_argument("question", metavar="QUESTION", help="one question, in quotes")
+    ask.add_argument("book", metavar="BOOK", help="a workbook file: docs/readers.md")
     ask.add_argument(
-        "--checkpoint", metavar="RUN", help="run directory of a training (default: shipped weights)"
+        "questions", nargs="*", metavar="QUESTION", help="a question, in quotes; several are fine"
     )
-    ask.add_argument("--json", action="store_true", help="print one JSON object")
+    ask.add_argument(
+        "--questions", dest="file", metavar="FILE", help="a question a line; - is stdin"
+    )
+    ask.add_argument("--json", action="store_true", help="print one JSON object a question")
+    ask.add_argument(
+        "--trace", metavar="FILE", help="append the whole conversations, as JSON lines"
+    )
+    add_choice(ask)
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP, token ids in and out",
@@ -122,7 +133,28 @@ def _parser() -> argparse.ArgumentParser:
         help="show versions and the layers of the Python sandbox",
         description="Shows versions and which layers of the Python sandbox hold on this machine.",
     )
-    return parser
+    return parser, ask
+
+
+def _ask(args: argparse.Namespace) -> int:
+    from fastask_jax.ask.choice import take_choice
+
+    values = vars(args)
+    try:
+        choice = take_choice(values)
+    except ValueError as error:
+        raise _exit.UsageError(f"{error} (see fastask ask --help)") from None
+    if not args.questions and args.file is None:
+        raise _exit.UsageError("ask a QUESTION, or give --questions FILE (see fastask ask --help)")
+    from fastask_jax.ask.command import main, read_questions
+
+    questions: Iterable[str] = args.questions
+    if args.file is not None:
+        questions = itertools.chain(questions, read_questions(args.file))
+    several = args.file is not None or len(args.questions) > 1
+    return main(
+        args.book, questions, choice, as_json=args.json, trace=args.trace, several=several
+    )
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -100,7 +100,7 @@ class RemotePolicy:
         except _Broken as error:
             trajectory.error = str(error)
         except Lost as error:
-            trajectory.error = str(error)
+            trajectory.error, trajectory.lost = str(error), True
         finally:
             environment.close()
             trajectory.seconds = time.monotonic() - began - trajectory.waited

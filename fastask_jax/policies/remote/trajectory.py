@@ -27,7 +27,7 @@ class RemoteTrajectory:
     stop_reason: the environment's ("answered", "no_answer", "max_turns", "length") or the
         policy's ("token_budget", "context", "deadline"); "error" when the episode failed.
     error: an infrastructure fault, of the server or the environment; such a trajectory is not
-        `valid` and never a wrong answer.
+        `valid` and never a wrong answer.  lost: it is the server's.
     seconds: tools and answered requests.  waited: on top of them, for a busy or broken server.
     tries: requests, failed ones included.
     entries: in order, what the model was told (messages) and what it said (replies).
@@ -43,6 +43,7 @@ class RemoteTrajectory:
     score: Score | None = None
     stop_reason: str | None = None
     error: str | None = None
+    lost: bool = False
     advantage: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0

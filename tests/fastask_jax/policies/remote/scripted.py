@@ -196,7 +196,8 @@ def say_anthropic(script: Script, turn: Turn) -> dict[str, Any]:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that is served on a thread of this process."""
-    config = uvicorn.Config(app, port=0, log_level="error", access_log=False, lifespan="off")
+    # Without its settings of logging, which flush handlers that earlier tests have left behind.
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
