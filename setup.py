@@ -38,8 +38,14 @@ REQUIRES = [
     "tqdm>=4.66,<5",
 ]
 
-SERVE = ["starlette>=1.10,<2", "uvicorn>=0.55,<1", "prometheus-client>=0.26,<1"]
-# The client of servers: fleet.place=http.
+# python-multipart reads the forms of /v1/ask
+SERVE = [
+    "starlette>=1.10,<2",
+    "uvicorn>=0.55,<1",
+    "prometheus-client>=0.26,<1",
+    "python-multipart>=0.0.30,<0.1",
+]
+# The client of servers: fleet.place=http, and `fastask ask` with models elsewhere.
 HTTPX = "httpx>=0.29,<1"
 
 GGUF = "gguf>=0.19,<0.20"
@@ -85,7 +91,7 @@ EXTRAS = {
     "ray": ["ray>=2.60,<3"],
     # `fastask serve`
     "serve": SERVE,
-    # replicas of asynchronous training that are such servers
+    # replicas of asynchronous training that are such servers, and models that others serve
     "http": [HTTPX],
     # the TPU compiler, for experiments.aot on machines without TPUs
     "aot": ["libtpu>=0.0.52,<0.1"],

@@ -128,6 +128,18 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--grace", type=float, default=30.0, metavar="S",
         help="seconds that running requests have left after SIGTERM (30)",
     )  # fmt: skip
+    serve.add_argument(
+        "--asks", type=int, default=64, metavar="N", help="asks at a time; 0 takes none (64)"
+    )
+    serve.add_argument(
+        "--ask-megabytes", type=float, default=32.0, metavar="M", help="of a workbook (32)"
+    )
+    serve.add_argument(
+        "--ask-turns", type=int, default=15, metavar="N", help="turns of an ask (15)"
+    )
+    serve.add_argument(
+        "--ask-seconds", type=float, default=120.0, metavar="S", help="seconds of an ask (120)"
+    )
     commands.add_parser(
         "doctor",
         help="show versions and the layers of the Python sandbox",
@@ -168,7 +180,7 @@ def _serve(args: argparse.Namespace) -> None:
     try:
         from fastask_jax.serve.server import serve
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
+        if error.name not in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
             raise
         raise ModuleNotFoundError(
             "fastask serve needs its extra: pip install '.[serve]'", name=error.name
