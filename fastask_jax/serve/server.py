@@ -10,6 +10,7 @@ Left out: the routes (`app.py`); TLS, for which a proxy stands before it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -161,6 +162,8 @@ class _Server(uvicorn.Server):
     def __init__(self, config: ServeConfig, served: Served) -> None:
         self._settings, self._service = config, served.service
         self.signal: int | None = None
+        # What is wrong with a client's form is told to that client.
+        logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         super().__init__(
             uvicorn.Config(
                 make_app(served),

@@ -33,6 +33,8 @@ class RemoteConfig:
     model: its name at the server.
     temperature: None leaves it to the server; some models take none.
     max_turn_tokens: sampled in one turn, thoughts included; a turn cut there is a "length" reply.
+        None: what the conversation leaves of the model's room; for Anthropic's API, which wants a
+        number, 4096.
     max_tokens: sampled in an episode, over all turns ("token_budget"); None: no bound.
     deadline: seconds that an episode may take ("deadline"): tools and answered requests; what is
         spent on waiting for a busy or broken server isn't the model's time.
@@ -45,7 +47,7 @@ class RemoteConfig:
 
     model: str
     temperature: float | None = None
-    max_turn_tokens: int = 4096
+    max_turn_tokens: int | None = None
     max_tokens: int | None = None
     deadline: float = 600.0
     silence: float = 120.0
