@@ -48,6 +48,9 @@ SERVE = [
 # The client of servers: fleet.place=http, and `fastask ask` with models elsewhere.
 HTTPX = "httpx>=0.29,<1"
 
+# from 2.0, the version that `verifiers` wants
+MCP = ["mcp>=2.0,<3", "uvicorn>=0.55,<1"]
+
 GGUF = "gguf>=0.19,<0.20"
 # .xlsx, .ods and .csv need none of them; isal unpacks faster than zlib, XlsxWriter makes a file
 # for experiments.bench.open_workbook
@@ -72,6 +75,7 @@ EXTRAS = {
         GGUF,
         *SERVE,
         HTTPX,
+        *MCP,
         "openai>=3.57,<4",
         *WORKBOOKS,
         "nbclient>=0.11,<1",
@@ -91,6 +95,8 @@ EXTRAS = {
     "ray": ["ray>=2.60,<3"],
     # `fastask serve`
     "serve": SERVE,
+    # `fastask mcp`
+    "mcp": MCP,
     # replicas of asynchronous training that are such servers, and models that others serve
     "http": [HTTPX],
     # the TPU compiler, for experiments.aot on machines without TPUs

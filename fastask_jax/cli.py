@@ -2,6 +2,7 @@
 
     fastask ask BOOK.xlsx "question" ... [--checkpoint RUN | --openai URL --model M] [--json]
     fastask serve [--checkpoint RUN] [--port N]
+    fastask mcp DIR [--http]
     fastask doctor
     fastask --version
 
@@ -58,6 +59,9 @@ def _dispatch(words: Sequence[str]) -> int | None:
     args = parser.parse_args(words)
     if args.command == "doctor":
         return doctor()
+    if args.command == "mcp":
+        _mcp(args)
+        return None
     assert args.command == "serve"
     _serve(args)
     return None
@@ -140,6 +144,21 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     serve.add_argument(
         "--ask-seconds", type=float, default=120.0, metavar="S", help="seconds of an ask (120)"
     )
+    mcp = commands.add_parser(
+        "mcp",
+        help="offer ask_workbook to agents that speak MCP",
+        description="Offers the tool ask_workbook(path, question) over stdin and stdout, or HTTP.",
+    )
+    mcp.add_argument("folders", nargs="+", metavar="DIR", help="a folder that may be read")
+    mcp.add_argument("--http", action="store_true", help="serve it over streamable HTTP")
+    mcp.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    mcp.add_argument(
+        "--port", type=int, default=8200, metavar="N", help="port; 0 takes a free one (8200)"
+    )
+    mcp.add_argument(
+        "--client-key-file", metavar="FILE", help="file whose only line clients have to send"
+    )
+    add_choice(mcp)
     commands.add_parser(
         "doctor",
         help="show versions and the layers of the Python sandbox",
@@ -186,6 +205,28 @@ def _serve(args: argparse.Namespace) -> None:
             "fastask serve needs its extra: pip install '.[serve]'", name=error.name
         ) from None
     serve(config)
+
+
+def _mcp(args: argparse.Namespace) -> None:
+    from fastask_jax.ask.choice import take_choice
+
+    values = vars(args)
+    try:
+        choice = take_choice(values)
+        from fastask_jax.ask.mcp_server import McpConfig, serve_mcp
+
+        config = McpConfig(
+            tuple(args.folders), args.http, args.host, args.port, args.client_key_file
+        )
+    except ModuleNotFoundError as error:
+        if error.name not in ("mcp", "uvicorn", "pydantic", "anyio"):
+            raise
+        raise ModuleNotFoundError(
+            "fastask mcp needs its extra: pip install '.[mcp]'", name=error.name
+        ) from None
+    except ValueError as error:
+        raise _exit.UsageError(f"{error} (see fastask mcp --help)") from None
+    serve_mcp(config, choice)
 
 
 def doctor() -> int:

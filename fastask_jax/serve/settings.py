@@ -53,7 +53,7 @@ class ServeConfig:
             raise ValueError(
                 f"--ask-megabytes must be above 0 and at most 1024, not {self.ask_megabytes}"
             )
-        if self.api_key_file is None and not _is_loopback(self.host):
+        if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"others than this machine can reach {self.host}: give --api-key-file, so that "
                 "not everyone can use the server"
@@ -62,7 +62,8 @@ class ServeConfig:
             raise ValueError(f"--weights-from {self.weights_from} isn't a folder: make it first")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -21,6 +21,7 @@ from fastask_jax.rollout.toolcalls import MAX_NAME
 
 URL = "https://api.anthropic.com/v1"
 VERSION = "2023-06-01"
+_MAX_TOKENS = 4096  # the API wants a number
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 _CUT = ("max_tokens", "model_context_window_exceeded")
 
@@ -41,13 +42,13 @@ class AnthropicMessages:
         system: Sequence[Message],
         history: Sequence[Native],
         tools: Sequence[ToolSpec],
-        max_tokens: int,
+        max_tokens: int | None,
     ) -> dict[str, Any]:
         *earlier, last = history
         *blocks, end = last["content"]
         body: dict[str, Any] = {
             "model": config.model,
-            "max_tokens": max_tokens,
+            "max_tokens": _MAX_TOKENS if max_tokens is None else max_tokens,
             "messages": [*earlier, {**last, "content": [*blocks, {**end, **_CACHED}]}],
         }
         if system:

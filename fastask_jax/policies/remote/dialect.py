@@ -60,9 +60,10 @@ class Dialect(Protocol):
         system: Sequence[Message],
         history: Sequence[Native],
         tools: Sequence[ToolSpec],
-        max_tokens: int,
+        max_tokens: int | None,
     ) -> dict[str, Any]:
-        """The request.  system: the messages of that role; history: all others."""
+        """The request.  system: the messages of that role; history: all others.  max_tokens: of the
+        turn; None: no bound but the model's."""
         ...
 
     def told(self, messages: Sequence[Message], ids: Sequence[str]) -> list[Native]:

@@ -35,14 +35,15 @@ class OpenAIChat:
         system: Sequence[Message],
         history: Sequence[Native],
         tools: Sequence[ToolSpec],
-        max_tokens: int,
+        max_tokens: int | None,
     ) -> dict[str, Any]:
         before = [{"role": "system", "content": m.content} for m in system]
         body: dict[str, Any] = {
             "model": config.model,
             "messages": [*before, *history],
-            "max_completion_tokens": max_tokens,
         }
+        if max_tokens is not None:
+            body["max_completion_tokens"] = max_tokens
         if tools:
             body["tools"] = [
                 {

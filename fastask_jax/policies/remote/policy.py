@@ -161,11 +161,13 @@ class Talk:
     def _ask(self, first: bool) -> Reply:
         config, dialect, trajectory = self._policy.config, self._policy.dialect, self.trajectory
         left = config.deadline - (time.monotonic() - self._began - trajectory.waited)
-        budget = config.max_turn_tokens
+        bounds = [config.max_turn_tokens]
         if config.max_tokens is not None:
-            budget = min(budget, config.max_tokens - trajectory.sampled)
-        if budget < 1 or left <= 0:
-            return self._close("token_budget" if budget < 1 else "deadline")
+            bounds.append(config.max_tokens - trajectory.sampled)
+        budget = min((bound for bound in bounds if bound is not None), default=None)
+        spent = budget is not None and budget < 1
+        if spent or left <= 0:
+            return self._close("token_budget" if spent else "deadline")
         body = dialect.body(config, self._system, self._history, self._tools, budget)
         started = time.monotonic()
         try:
@@ -191,7 +193,7 @@ class Talk:
         self._ids = said.ids
         trajectory.entries.append(said.reply)
         trajectory.usages.append(said.usage)
-        if said.reply.stop_reason == "length" and budget < config.max_turn_tokens:
+        if said.reply.stop_reason == "length" and budget not in (None, config.max_turn_tokens):
             self.closing = "token_budget"
         return said.reply
 

@@ -99,7 +99,7 @@ def refuse(status: int, text: str) -> Response:
 def read_openai(body: dict[str, Any], request: Request) -> int:
     messages = body["messages"]
     assert messages[0]["role"] == "system", "no system message"
-    assert body["max_completion_tokens"] > 0
+    assert body.get("max_completion_tokens", 1) > 0
     assert all(tool["type"] == "function" for tool in body["tools"])
     open_ids: list[str] = []
     for message in messages[1:]:
