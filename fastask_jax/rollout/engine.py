@@ -48,6 +48,9 @@ class EngineConfig:
     max_len: tokens a slot can hold, prompt and all turns together.
     append_rows: slots that one append call feeds.
     append_buckets: token counts of an append call; longer texts are fed in pieces.
+    append_calls: append calls between two decode calls, while some slots can decode; None makes
+        all that wait, which keeps decode calls full.  Few of them keep a long prompt from holding
+        up those that decode.
     decode_rows: slots that one decode call covers, at most all.  Small calls waste less when few
         slots run, and suit CPUs; accelerators want all slots in one, which then stay in place.
     attend_buckets: cache lengths that decoding attends to, besides `max_len`; None takes an
@@ -59,6 +62,7 @@ class EngineConfig:
     max_len: int = 1024
     append_rows: int = 16
     append_buckets: tuple[int, ...] = (16, 64, 256)
+    append_calls: int | None = None
     decode_rows: int = 32
     attend_buckets: tuple[int, ...] | None = None
     decode_steps: int = 16
@@ -69,6 +73,10 @@ class EngineConfig:
                 raise ValueError(
                     f"EngineConfig.{name} must be at least 1, not {getattr(self, name)}"
                 )
+        if self.append_calls is not None and self.append_calls < 1:
+            raise ValueError(
+                f"EngineConfig.append_calls must be at least 1, or None, not {self.append_calls}"
+            )
         for name in ("append_rows", "decode_rows"):
             object.__setattr__(self, name, min(getattr(self, name), self.slots))
         attend = self.attend_buckets
@@ -92,6 +100,17 @@ class Turn:
 
     key: np.ndarray
     budget: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one append call feeds to a slot: `ids` in a row of `bucket` tokens, the slot emptied
+    first if `fresh`."""
+
+    slot: int
+    ids: list[int]
+    bucket: int
+    fresh: bool
 
 
 @dataclass(frozen=True)
@@ -193,47 +212,46 @@ class Engine:
 
         Raises ValueError for an empty text or one that doesn't fit.
         """
-        queues: dict[int, list[tuple[int, list[int], bool]]] = {}
-        depth = 0
-        for slot, ids in texts.items():
-            held = 0 if fresh else int(self.lengths[slot])
-            if not len(ids) or held + len(ids) > self.config.max_len:
-                raise ValueError(
-                    f"{len(ids)} tokens don't fit slot {slot} that holds {held} of "
-                    f"{self.config.max_len} (EngineConfig.max_len)"
-                )
-            fed = [*([] if fresh else [int(self._pending[slot])]), *map(int, ids)]
-            self._pending[slot] = fed.pop()
-            self.lengths[slot] = held + len(ids)
-            largest = self.config.append_buckets[-1]
-            pieces = [fed[i : i + largest] for i in range(0, len(fed), largest)]
-            if fresh and not pieces:
-                pieces = [[]]  # a prompt of one token: only the reset
-            for index, piece in enumerate(pieces):
-                queues.setdefault(index, []).append((slot, piece, fresh and index == 0))
-            depth = max(depth, len(pieces))
-        for index in range(depth):
-            self._append_pieces(params, queues[index])
+        queues = [self.cut(slot, ids, fresh) for slot, ids in texts.items()]
+        while queues := [queue for queue in queues if queue]:
+            bucket = queues[0][0].bucket
+            fitting = [queue for queue in queues if queue[0].bucket == bucket]
+            self.feed(params, [queue.pop(0) for queue in fitting[: self.config.append_rows]])
 
-    def _append_pieces(
-        self, params: Params, pieces: list[tuple[int, list[int], bool]]
-    ) -> None:
-        by_bucket: dict[int, list[tuple[int, list[int], bool]]] = {}
-        for piece in pieces:
-            bucket = next(b for b in self.config.append_buckets if b >= len(piece[1]))
-            by_bucket.setdefault(bucket, []).append(piece)
-        for bucket, members in sorted(by_bucket.items()):
-            for start in range(0, len(members), self.config.append_rows):
-                batch = members[start : start + self.config.append_rows]
-                # Rows without a piece point behind the last slot: nothing is written for them.
-                slots = np.full(self.config.append_rows, self.config.slots, np.int32)
-                tokens = np.zeros((self.config.append_rows, bucket), np.int32)
-                counts = np.zeros(self.config.append_rows, np.int32)
-                fresh = np.zeros(self.config.append_rows, bool)
-                for row, (slot, ids, new) in enumerate(batch):
-                    slots[row], counts[row], fresh[row] = slot, len(ids), new
-                    tokens[row, : len(ids)] = ids
-                self._cache = self._append(params, self._cache, slots, tokens, counts, fresh)
+    def cut(self, slot: int, ids: Sequence[int], fresh: bool = False) -> list[Piece]:
+        """The calls' worth of a text, to be fed in this order; the slot counts as holding it.
+
+        Raises ValueError for an empty text or one that doesn't fit.
+        """
+        held = 0 if fresh else int(self.lengths[slot])
+        if not len(ids) or held + len(ids) > self.config.max_len:
+            raise ValueError(
+                f"{len(ids)} tokens don't fit slot {slot} that holds {held} of "
+                f"{self.config.max_len} (EngineConfig.max_len)"
+            )
+        fed = [*([] if fresh else [int(self._pending[slot])]), *map(int, ids)]
+        self._pending[slot] = fed.pop()
+        self.lengths[slot] = held + len(ids)
+        buckets = self.config.append_buckets
+        parts = [fed[i : i + buckets[-1]] for i in range(0, len(fed), buckets[-1])]
+        # A fresh text of one token: only the reset.
+        return [
+            Piece(slot, part, next(b for b in buckets if b >= len(part)), fresh and not place)
+            for place, part in enumerate(parts or [[]])
+        ]
+
+    def feed(self, params: Params, pieces: Sequence[Piece]) -> None:
+        """One append call: pieces of one bucket, of different slots, at most `append_rows`."""
+        config = self.config
+        # Rows without a piece point behind the last slot: nothing is written for them.
+        slots = np.full(config.append_rows, config.slots, np.int32)
+        tokens = np.zeros((config.append_rows, pieces[0].bucket), np.int32)
+        counts = np.zeros(config.append_rows, np.int32)
+        fresh = np.zeros(config.append_rows, bool)
+        for row, piece in enumerate(pieces):
+            slots[row], counts[row], fresh[row] = piece.slot, len(piece.ids), piece.fresh
+            tokens[row, : len(piece.ids)] = piece.ids
+        self._cache = self._append(params, self._cache, slots, tokens, counts, fresh)
 
     def share(self, sources: Mapping[int, int]) -> None:
         """Slot `target` takes the state of slot `sources[target]`; no source is a target."""

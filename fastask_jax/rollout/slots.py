@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from fastask_jax.rollout.engine import Decoding, Engine, Params, Turn
 from fastask_jax.rollout.episodes import Episode, Group
+from fastask_jax.rollout.feeding import Feeder
 from fastask_jax.rollout.settings import RolloutConfig, RolloutStats
 
 
@@ -79,7 +80,7 @@ class Slots:
         self._ready: deque[Episode] = deque()
         self._free = list(range(engine.config.slots))[::-1]
         self._running: dict[int, Episode] = {}
-        self._observed: dict[int, list[int]] = {}
+        self._feeder = Feeder(engine)
         self._made_by: dict[int, int] = {}  # slot -> version of the weights that fed it
         # slot -> the episode that waits for its tool, and since when
         self._parked: dict[int, tuple[Episode, float]] = {}
@@ -107,7 +108,9 @@ class Slots:
         if episode.slot is None:  # evicted; whatever it reads is part of its text by now
             self.enqueue([episode], first=True)
         else:
-            self._observed[episode.slot] = ids
+            # By newer weights it will be read with the rest of its text (`_feed_again`).
+            if self._made_by[episode.slot] == self.version:
+                self._feeder.put({episode.slot: ids})
             self._begin_turn(episode)
 
     def release(self, episode: Episode) -> None:
@@ -115,7 +118,7 @@ class Slots:
         slot, episode.slot = episode.slot, None
         if slot is not None:
             self._running.pop(slot, None)
-            self._observed.pop(slot, None)
+            self._feeder.drop(slot)
             self._parked.pop(slot, None)
             self._free.append(slot)
 
@@ -130,14 +133,15 @@ class Slots:
         return self.engine.config.max_len - len(episode.trajectory)
 
     def begin(self) -> bool:
-        """Admits, feeds, and starts to decode what runs; false where nothing does."""
+        """Admits, feeds, and starts to decode what can be; false where nothing can."""
         self._evict()
-        self._admit()
         self._feed_again()
-        self._feed_observations()
-        if self._running:
-            self._start()
-        return bool(self._running)
+        self._admit()
+        self._feed()
+        ready = {s: e for s, e in self._running.items() if s not in self._feeder}
+        if ready:
+            self._start(ready)
+        return bool(ready)
 
     def end(self) -> list[Episode]:
         """Takes what `begin` has started; returns the episodes whose turn has ended.  In between,
@@ -165,56 +169,49 @@ class Slots:
     def _admit(self) -> None:
         """Gives free slots to ready episodes; equal prompts are fed once and copied."""
         texts: dict[int, list[int]] = {}
-        sources: dict[int, int] = {}
-        leaders: dict[tuple[int, ...], int] = {}
+        again: dict[int, list[int]] = {}
         while self._free and self._ready:
             episode = self._ready.popleft()
             assert episode.prompt is not None
             trajectory = episode.trajectory
             slot = episode.slot = self._free.pop()
             if trajectory.spans:  # evicted before
-                texts[slot] = trajectory.ids.tolist()
-                self.stats.refed_tokens += len(trajectory)
+                again[slot] = trajectory.ids.tolist()
             else:
                 trajectory.add_prompt(episode.prompt)
-                leader = leaders.setdefault(tuple(episode.prompt), slot)
-                if leader == slot:
-                    texts[slot] = episode.prompt
-                    self.stats.prompt_tokens += len(episode.prompt)
-                else:
-                    sources[slot] = leader
-                    self.stats.shared_tokens += len(episode.prompt)
+                texts[slot] = episode.prompt
             self._made_by[slot] = self.version
             self._begin_turn(episode)
-        if texts:
-            self._append(texts, fresh=True)
-            began = time.perf_counter()
-            self.engine.share(sources)
-            self.stats.append_seconds += time.perf_counter() - began
-
-    def _append(self, texts: dict[int, list[int]], fresh: bool = False) -> None:
-        began = time.perf_counter()
-        self.engine.append(self.params, texts, fresh=fresh)
-        self.stats.append_seconds += time.perf_counter() - began
+        copied = self._feeder.put(texts, fresh=True)
+        for slot, ids in texts.items():
+            if slot in copied:
+                self.stats.shared_tokens += len(ids)
+            else:
+                self.stats.prompt_tokens += len(ids)
+        self._put_again(again)
 
     def _feed_again(self) -> None:
         """Gives the slots that are to run and were fed by other weights a state by these."""
-        texts = {
+        stale = {
             slot: episode.trajectory.ids.tolist()
             for slot, episode in self._running.items()
             if self._made_by[slot] != self.version
         }
-        if texts:
-            self._append(texts, fresh=True)
-            for slot, ids in texts.items():
-                self._observed.pop(slot, None)  # it is part of the text
-                self._made_by[slot] = self.version
-                self.stats.refed_tokens += len(ids)
+        self._put_again(stale)
+        self._made_by |= dict.fromkeys(stale, self.version)
 
-    def _feed_observations(self) -> None:
-        if self._observed:
-            self._append(self._observed)
-            self._observed.clear()
+    def _put_again(self, texts: dict[int, list[int]]) -> None:
+        copied = self._feeder.put(texts, fresh=True)
+        self.stats.refed_tokens += sum(len(ids) for s, ids in texts.items() if s not in copied)
+
+    def _feed(self) -> None:
+        """Feeds what may be fed before the next decode call: all that waits, or some calls' worth
+        and then as much as it takes for some slot to be ready."""
+        began = time.perf_counter()
+        self._feeder.run(self.params, self.engine.config.append_calls)
+        while self._feeder and all(slot in self._feeder for slot in self._running):
+            self._feeder.run(self.params, 1)
+        self.stats.append_seconds += time.perf_counter() - began
 
     def _begin_turn(self, episode: Episode) -> None:
         episode.turn, episode.ended = [], None
@@ -222,9 +219,8 @@ class Slots:
         self._parked.pop(slot, None)
         self._running[slot] = episode
 
-    def _start(self) -> None:
+    def _start(self, episodes: dict[int, Episode]) -> None:
         began = time.perf_counter()
-        episodes = dict(self._running)
         budgets = {
             slot: turn_budget(episode, self.room(episode), self.config)
             for slot, episode in episodes.items()

@@ -83,7 +83,7 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
     # Accelerators want all slots in one call, which then stay in place.
     whole = config.slots if jax.default_backend() != "cpu" else EngineConfig.decode_rows
     settings = EngineConfig(
-        config.slots, config.max_len, decode_rows=whole, decode_steps=_STEPS
+        config.slots, config.max_len, append_calls=2, decode_rows=whole, decode_steps=_STEPS
     )
     engine = Engine(model, settings, chat.stop_id)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastask_jax.rollout.engine import Engine, Params, Sampled, Turn
+from fastask_jax.rollout.feeding import Feeder
 
 # The version of weights that nobody has named.
 UNNAMED = -1
@@ -131,11 +132,12 @@ class Service:
         self._newer: tuple[Params, int] | None = None
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
+        self._feeder = Feeder(engine)
         self._free = list(range(engine.config.slots))[::-1]
         # What idle slots hold, by the weights of now; the one used longest ago comes first.
         self._held: dict[int, list[int]] = {}
         self._draining = self._aborted = self._ending = False
-        # Guards all of the above; the engine itself belongs to the thread.
+        # Guards all of the above; the engine and what feeds it belong to the thread.
         self._changed = threading.Condition()
         # Not waited for by an interpreter that ends on an error elsewhere.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -277,29 +279,22 @@ class Service:
                 return False
             for slot in [slot for slot, ticket in self._running.items() if ticket.over]:
                 self._park(slot)
-            again: dict[int, list[int]] = {}
             if self._newer is not None:
                 self._params, self._made_by = self._newer
                 self._newer = None
                 # No state of other weights is of use any more.
                 self._free.extend(self._held)
                 self._held.clear()
-                again = {slot: ticket.text for slot, ticket in self._running.items()}
-            texts, more, sources = self._admit()
-            self.tokens["again"] += sum(map(len, again.values()))
-        if texts or again:
-            self.engine.append(self._params, {**again, **texts}, fresh=True)
-            self.engine.share(sources)
-        if more:
-            self.engine.append(self._params, more)
+                texts = {slot: ticket.text for slot, ticket in self._running.items()}
+                copied = self._feeder.put(texts, fresh=True)
+                self.tokens["again"] += sum(len(texts[slot]) for slot in texts.keys() - copied)
+            self._admit()
+        self._feeder.run(self._params, self.engine.config.append_calls)
         return True
 
-    def _admit(self) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, int]]:
-        """Gives slots to those that wait, in their order.  Returns what is to be fed to emptied
-        slots and to others, and for slots that begin as another one the number of that one."""
+    def _admit(self) -> None:
+        """Gives slots to those that wait, in their order."""
         texts: dict[int, list[int]] = {}
-        more: dict[int, list[int]] = {}
-        sources: dict[int, int] = {}
         room = min(len(self._waiting), len(self._free) + len(self._held))
         admitted = [self._waiting.popleft() for _ in range(room)]
         # First those that go on where they were, so that no other takes their slot.
@@ -308,25 +303,20 @@ class Service:
             if slot is not None:
                 ticket.reused = len(self._held.pop(slot))
                 if new := ticket.order.ids[ticket.reused :]:
-                    more[slot] = new
+                    self._feeder.put({slot: new})
                 self.tokens["fed"] += len(new)
                 self.tokens["reused"] += ticket.reused
                 self._running[slot] = ticket
-        leaders: dict[tuple[int, ...], int] = {}
         for ticket in admitted:
             if ticket.reused is not None:
                 continue
             slot = self._free.pop() if self._free else next(iter(self._held))
             self._held.pop(slot, None)
-            ids, ticket.reused = ticket.order.ids, 0
-            leader = leaders.setdefault(tuple(ids), slot)
-            if leader == slot:
-                texts[slot] = ids
-            else:
-                sources[slot] = leader
-            self.tokens["fed" if leader == slot else "shared"] += len(ids)
+            texts[slot], ticket.reused = ticket.order.ids, 0
             self._running[slot] = ticket
-        return texts, more, sources
+        copied = self._feeder.put(texts, fresh=True)
+        for slot, ids in texts.items():
+            self.tokens["shared" if slot in copied else "fed"] += len(ids)
 
     def _holder(self, ids: list[int]) -> int | None:
         """The idle slot that holds the longest text with which `ids` begin."""
@@ -335,7 +325,11 @@ class Service:
 
     def _decode(self) -> None:
         with self._changed:
-            running = {s: ticket for s, ticket in self._running.items() if not ticket.over}
+            running = {
+                slot: ticket
+                for slot, ticket in self._running.items()
+                if not ticket.over and slot not in self._feeder
+            }
         if not running:
             return
         turns = {
@@ -366,7 +360,12 @@ class Service:
             self._park(slot)
 
     def _park(self, slot: int) -> None:
-        self._held[slot] = self._running.pop(slot).text
+        text = self._running.pop(slot).text
+        if slot in self._feeder:  # it holds a part of it only
+            self._feeder.drop(slot)
+            self._free.append(slot)
+        else:
+            self._held[slot] = text
 
     def _end(self, ticket: Ticket, how: str, last: Piece | Exception) -> None:
         self.ended[how] += 1

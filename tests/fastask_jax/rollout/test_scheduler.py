@@ -123,6 +123,24 @@ def test_late_and_shuffled_tool_results_change_no_bit(engine, params, chat, echo
     assert content(run(engine, params, chat, echo, tasks, pool=pool)) == expected
 
 
+def test_feeding_a_call_at_a_time_changes_no_bit(engine, params, chat, echo, monkeypatch):
+    """Some slots decode while others' text is still on its way."""
+    tasks = tasks_of(echo, 6)
+    expected = content(run(engine, params, chat, echo, tasks))
+    config = dataclasses.replace(engine.config, append_calls=1)
+    monkeypatch.setattr(engine, "config", config)
+    unfinished, start = 0, Engine.start
+
+    def spied(self, params, turns, temperature):
+        nonlocal unfinished
+        unfinished += len(turns) < 6
+        return start(self, params, turns, temperature)
+
+    monkeypatch.setattr(Engine, "start", spied)
+    assert content(run(engine, params, chat, echo, tasks)) == expected
+    assert unfinished > 3
+
+
 def test_company_changes_no_bit(engine, params, chat, echo):
     tasks = tasks_of(echo, 6)
     together = content(run(engine, params, chat, echo, tasks))
@@ -165,9 +183,14 @@ def test_sampler_logprobs_are_the_learners(engine, model, params, chat, echo):
 
 
 @pytest.mark.slow
-def test_weights_may_change_under_running_episodes(engine, params, model, chat, echo):
+@pytest.mark.parametrize("append_calls", [None, 1])
+def test_weights_may_change_under_running_episodes(
+    engine, params, model, chat, echo, monkeypatch, append_calls
+):
     """Each token's logprob is the learner's under the version that made it, although weights
     change several times within turns, while prompts wait and while tools run."""
+    config = dataclasses.replace(engine.config, append_calls=append_calls)
+    monkeypatch.setattr(engine, "config", config)
     generations = [jax.tree.map(lambda x, n=n: x * (1 + 0.03 * n), params) for n in range(4)]
     asked = 0
 

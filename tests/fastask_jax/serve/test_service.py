@@ -1,5 +1,6 @@
 """The service alone, on a real engine: any order of requests, cancellations and weights."""
 
+import dataclasses
 import queue
 import threading
 
@@ -104,6 +105,23 @@ def test_equal_texts_are_fed_once(engines, service, tiny_params):
     for one, pieces in zip(wanted, map(result, told), strict=True):
         assert joined(pieces) == alone(engines[1], tiny_params, one)
     assert service.tokens["fed"] == 4 and service.tokens["shared"] == 8
+
+
+def test_a_long_text_holds_up_no_other_request(engines, service, tiny_params, monkeypatch):
+    """With `append_calls`, between two pieces of an answer lies one part of another's text."""
+    engine = engines[0]
+    monkeypatch.setattr(engine, "config", dataclasses.replace(CONFIG, append_calls=1))
+    calls, feed, decode = [], engine.feed, engine.decode
+    monkeypatch.setattr(engine, "feed", lambda *a: (calls.append("feed"), feed(*a))[1])
+    monkeypatch.setattr(engine, "decode", lambda *a: (calls.append("decode"), decode(*a))[1])
+    brief, long = order(1, [7, 8, 9], max_tokens=24), order(2, [5] * 90, max_tokens=4)
+    told = [submit(service, one)[1] for one in (brief, long)]
+    service.start()
+    for one, pieces in zip((brief, long), map(result, told), strict=True):
+        assert joined(pieces) == alone(engines[1], tiny_params, one)
+    first = calls.index("decode")
+    assert calls[:first] == ["feed"]  # the brief one decodes at once, the long one has begun
+    assert calls[first:].count("feed") == 5 and "feed feed" not in " ".join(calls[first:])
 
 
 def test_a_state_of_other_weights_is_of_no_use(engines, service, tiny_params):
