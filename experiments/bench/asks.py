@@ -53,19 +53,20 @@ def cases(count: int) -> list[Case]:
     return found
 
 
-async def ask_all(client: Any, given: Sequence[Case]) -> list[tuple[float, dict[str, Any] | None]]:
-    """Seconds and the answer of each, None where there was none; all at once."""
+async def ask_all(client: Any, given: Sequence[Case]) -> list[tuple[float, dict[str, Any] | str]]:
+    """Seconds and the answer of each, or why there is none; all at once."""
 
-    async def one(case: Case) -> tuple[float, dict[str, Any] | None]:
+    async def one(case: Case) -> tuple[float, dict[str, Any] | str]:
+        value: dict[str, Any] | str
         began = time.perf_counter()
         try:
             answer = await client.post(
                 "/v1/ask", files={"file": ("book.xlsx", case.book)},
                 data={"question": case.task.question},
             )  # fmt: skip
-            value = answer.json() if answer.status_code == 200 else None
-        except (client.errors, ValueError):
-            value = None
+            value = answer.json() if answer.status_code == 200 else answer.text
+        except client.errors as error:
+            value = f"{type(error).__name__}: {error}"
         return time.perf_counter() - began, value
 
     return await asyncio.gather(*map(one, given))
@@ -92,13 +93,13 @@ async def measure(server: Running, config: Config, given: Sequence[Case]) -> dic
             found = await ask_all(client, given)
             took = time.perf_counter() - began
             seconds = [s for s, _ in found]
-            missing = sum(value is None for _, value in found)
-            if missing:
-                raise OSError(f"{missing} of {len(found)} asks failed")
+            failed = [value for _, value in found if isinstance(value, str)]
+            if failed:
+                raise OSError(f"{len(failed)} of {len(found)} asks failed: {failed[0]}")
             cut = statistics.quantiles(seconds, n=100, method="inclusive")
             rounds.append((cut[94] / cut[49], cut[49], cut[94], len(found) / took))
             for case, (_, value) in zip(given, found, strict=True):
-                assert value is not None
+                assert isinstance(value, dict)
                 answered += value["answer"] is not None
                 task = case.task
                 right += answers.is_right(value["answer"], task.truth, task.answer_type)
@@ -129,7 +130,7 @@ async def end_under_load(server: Running, given: Sequence[Case]) -> int:
         code, said = await asyncio.to_thread(server.end)
         if code or said:
             raise OSError(f"the server ended with {code}: {said.strip()}")
-        return sum(value is None for _, value in await asking)
+        return sum(isinstance(value, str) for _, value in await asking)
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Asks:
         self.limits, self.name = limits, name
         self.running = self.turns = self.cells = 0
         self.ended: Counter[str] = Counter()
+        self._lingering = 0  # asks that were broken off and still hold a session
         self._service, self._chat = service, chat
         self._config = replace(config, max_turns=min(config.max_turns, limits.turns))
         self._shown = FastAskEnv.tools if tools_in_prompt else None
@@ -103,7 +104,7 @@ class Asks:
     async def admitted(self) -> AsyncIterator[None]:
         """Counts an ask; within it, those that are open.  Raises Busy or Stopping."""
         self._service.check_alive()
-        if self.running >= self.limits.asks:
+        if self.running + self._lingering >= self.limits.asks:
             self.ended["refused"] += 1
             raise Busy(f"{self.running} asks run already: ask again later")
         self.running += 1
@@ -143,11 +144,19 @@ class Asks:
                 policy=self.name,
                 uncalculated=await tools.call(book.uncalculated),
             )
-        finally:
-            tools.close()
+        except BaseException:
+            # Its thread may be busy for seconds: nobody waits for that, but its place stays taken.
+            self._lingering += 1
+            tools.close().add_done_callback(self._gone)
+            raise
+        # Before the answer, as whoever has it may ask again at once.
+        await tools.close()
         self.turns += found.turns
         self.cells += found.cells
         return found
+
+    def _gone(self, closed: asyncio.Future[None]) -> None:
+        self._lingering -= 1
 
     def _open(self, upload: Upload, tools: _Tools) -> Workbook:
         folder = tempfile.TemporaryDirectory(dir=self._folder.name)
@@ -229,9 +238,8 @@ class _Tools:
         with self._lock:
             return function(*arguments)
 
-    def close(self) -> None:
-        with suppress(RuntimeError):  # the server has ended, and its sandbox with it
-            self._threads.submit(self._run, self._close)
+    def close(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._run, self._close)
 
     def _close(self) -> None:
         for close in reversed(self.closing):

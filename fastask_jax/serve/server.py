@@ -172,6 +172,9 @@ class _Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                # Longer than clients keep idle connections (httpx: 5 s), so that no request
+                # meets one that is being closed.
+                timeout_keep_alive=30,
                 timeout_graceful_shutdown=round(config.grace) + 10,
             )
         )
