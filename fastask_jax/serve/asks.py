@@ -40,6 +40,7 @@ from fastask_jax.serve.service import Busy, Order, Piece, Service
 from fastask_jax.serve.uploads import Upload
 
 T = TypeVar("T")
+_FOLDER = "fastask-ask-"
 _KEY = np.zeros(2, np.uint32)  # greedy decoding draws nothing
 
 
@@ -88,17 +89,15 @@ class Asks:
         self._config = replace(config, max_turns=min(config.max_turns, limits.turns))
         self._shown = FastAskEnv.tools if tools_in_prompt else None
         self._sandbox = Sandbox(SandboxConfig(max_live=limits.asks + 16))
-        self._folder = tempfile.TemporaryDirectory(prefix="fastask-asks-")
         # As many as asks, and some for those that are being closed.
         self._threads = ThreadPoolExecutor(limits.asks + 8, thread_name_prefix="ask")
         # Opening takes a processor and much memory.
         self._opening = asyncio.Semaphore(max(2, os.cpu_count() or 1))
 
     def close(self) -> None:
-        """Ends the sandbox, the threads and what is left of files."""
+        """Ends the sandbox and the threads."""
         self._sandbox.close()
         self._threads.shutdown(cancel_futures=True)
-        self._folder.cleanup()
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
@@ -120,7 +119,7 @@ class Asks:
             return await self._answer(upload)
         except WorkbookError as error:
             # Clients know the file's name, and have no business with where it lies.
-            text = re.sub(re.escape(self._folder.name) + "/[^/]+/", "", str(error))
+            text = re.sub(rf"\S*/{_FOLDER}[^/]+/", "", str(error))
             raise Refused(400, " ".join(text.split()), "file") from None
         except (SandboxUnavailable, SandboxBusy) as error:
             raise Refused(503, " ".join(f"run_python has failed: {error}".split())) from None
@@ -159,10 +158,9 @@ class Asks:
         self._lingering -= 1
 
     def _open(self, upload: Upload, tools: _Tools) -> Workbook:
-        folder = tempfile.TemporaryDirectory(dir=self._folder.name)
-        with folder:
-            path = upload.save(Path(folder.name))
-            book = read_workbook(path, self.limits.reader)
+        # Nobody else can look into it.
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+            book = read_workbook(upload.save(Path(folder)), self.limits.reader)
         tools.closing.append(book.close)
         return book
 
