@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mcp import Client, StdioServerParameters
+from mcp import Client, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from fastask_jax import cli
@@ -64,7 +64,7 @@ def started(folder, *words):
 
 def test_the_official_client_over_stdio(model, folder, asked):
     async def run():
-        async with Client(started(folder, *model.words)) as client:
+        async with Client(stdio_client(started(folder, *model.words))) as client:
             [tool] = (await client.list_tools()).tools
             assert tool.name == "ask_workbook" and str(folder) in tool.description
             assert set(tool.input_schema["properties"]) == {"path", "question"}

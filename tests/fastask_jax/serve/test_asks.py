@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from mcp import Client, StdioServerParameters
+from mcp import Client, StdioServerParameters, stdio_client
 
 from envs.core import Reply, ToolCall
 from envs.fast_ask.env import FastAskConfig, FastAskEnv
@@ -174,7 +174,7 @@ def test_the_official_mcp_client_asks_through_this_server(server, book, asked, t
     )  # fmt: skip
 
     async def run():
-        async with Client(started) as client:
+        async with Client(stdio_client(started)) as client:
             return await client.call_tool(
                 "ask_workbook", {"path": Path(book).name, "question": asked.question}
             )
