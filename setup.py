@@ -38,9 +38,18 @@ REQUIRES = [
     "tqdm>=4.66,<5",
 ]
 
-SERVE = ["starlette>=1.10,<2", "uvicorn>=0.55,<1", "prometheus-client>=0.26,<1"]
-# The client of servers: fleet.place=http.
+# python-multipart reads the forms of /v1/ask
+SERVE = [
+    "starlette>=1.10,<2",
+    "uvicorn>=0.55,<1",
+    "prometheus-client>=0.26,<1",
+    "python-multipart>=0.0.30,<0.1",
+]
+# The client of servers: fleet.place=http, and `fastask ask` with models elsewhere.
 HTTPX = "httpx>=0.29,<1"
+
+# from 2.0, the version that `verifiers` wants
+MCP = ["mcp>=2.0,<3", "uvicorn>=0.55,<1"]
 
 GGUF = "gguf>=0.19,<0.20"
 # .xlsx, .ods and .csv need none of them; isal unpacks faster than zlib, XlsxWriter makes a file
@@ -66,6 +75,7 @@ EXTRAS = {
         GGUF,
         *SERVE,
         HTTPX,
+        *MCP,
         "openai>=3.57,<4",
         *WORKBOOKS,
         "nbclient>=0.11,<1",
@@ -85,7 +95,9 @@ EXTRAS = {
     "ray": ["ray>=2.60,<3"],
     # `fastask serve`
     "serve": SERVE,
-    # replicas of asynchronous training that are such servers
+    # `fastask mcp`
+    "mcp": MCP,
+    # replicas of asynchronous training that are such servers, and models that others serve
     "http": [HTTPX],
     # the TPU compiler, for experiments.aot on machines without TPUs
     "aot": ["libtpu>=0.0.52,<0.1"],

@@ -67,8 +67,8 @@ def main(argv: list[str]) -> None:
 
     print(f'\n$ fastask ask {book} "{task.question}" --checkpoint {config.run_dir}', flush=True)
     try:
-        ask.main(str(book), task.question, checkpoint=str(config.run_dir), as_json=False)
-    except ask.AskError as error:  # one question unanswered doesn't make the training a failure
+        ask.main(str(book), [task.question], ask.PolicyChoice(checkpoint=str(config.run_dir)))
+    except ask.AskError as error:  # an example that fails doesn't make the training a failure
         print(error)
     print(f"(the true answer is {task.truth})")
     print(f"\nrun directory: {config.run_dir} (reward.png, metrics.jsonl, traces.jsonl, policy/)")

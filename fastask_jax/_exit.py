@@ -1,7 +1,7 @@
 """Exit codes, and one clear line for an error, shared by every command.
 
-0 done, 1 failed, 2 wrong usage, 130 interrupted.  Leaves out logging: a command prints one line
-on stderr, or the full traceback where the person asked for it.
+0 done, 1 failed, 2 wrong usage, 3 a question got no answer, 130 interrupted.  Leaves out logging:
+a command prints one line on stderr, or the full traceback where the person asked for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, USAGE, NO_ANSWER, INTERRUPTED = 0, 1, 2, 3, 130
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Libraries below Orbax report a full disk as text inside an error of their own.

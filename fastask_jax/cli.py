@@ -1,26 +1,30 @@
 """The `fastask` command: ask a workbook a question, look at what this machine offers.
 
-    fastask ask BOOK.xlsx "question" [--checkpoint RUN] [--json]
+    fastask ask BOOK.xlsx "question" ... [--checkpoint RUN | --openai URL --model M] [--json]
     fastask serve [--checkpoint RUN] [--port N]
     fastask view RUN [RUN2] [--export DIR]
+    fastask mcp DIR [--http]
     fastask doctor
     fastask --version
 
 Only parses and dispatches; imports no JAX until a question is asked or a model served.  Exit codes:
-0 done, 1 failed (for `doctor`: run_python is refused here), 2 wrong usage, 130 interrupted.
+0 done, 1 failed (for `doctor`: run_python is refused here), 2 wrong usage, 3 a question got no
+answer, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
 from fastask_jax import __version__, _exit
+from fastask_jax.ask.choice import add_choice
 
 _PACKAGES = (
     "jax",
@@ -51,21 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int | None:
-    args = _parser().parse_args(words)
+    parser, ask = _parser()
+    if words and words[0] == "ask":  # questions may stand before, between and behind options
+        return _ask(ask.parse_intermixed_args(words[1:]))
+    args = parser.parse_args(words)
     if args.command == "doctor":
         return doctor()
-    if args.command == "serve":
-        _serve(args)
+    if args.command == "mcp":
+        _mcp(args)
         return None
     if args.command == "view":
         _view(args)
         return None
-    from fastask_jax.ask import main as ask  # imports JAX
+    assert args.command == "serve"
+    _serve(args)
+    return None
 
-    return ask(args.book, args.question, checkpoint=args.checkpoint, as_json=args.json)
 
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """That of the command, and that of `ask`."""
     parser = _Parser(
         prog="fastask",
         description="Answers narrow questions about workbooks with a small trained model.",
@@ -75,15 +83,22 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ask = commands.add_parser(
         "ask",
-        help="answer a question about a workbook",
-        description="Prints the answer and the ranges that were read for it.",
+        help="answer questions about a workbook",
+        description="Prints each answer and the ranges that were read for it.  Exit code 3: the "
+        "model gave no answer.",
     )
-    ask.add_argument("book", metavar="BOOK", help="an .xlsx file")
-    ask.add_argument("question", metavar="QUESTION", help="one question, in quotes")
+    ask.add_argument("book", metavar="BOOK", help="a workbook file: docs/readers.md")
     ask.add_argument(
-        "--checkpoint", metavar="RUN", help="run directory of a training (default: shipped weights)"
+        "questions", nargs="*", metavar="QUESTION", help="a question, in quotes; several are fine"
     )
-    ask.add_argument("--json", action="store_true", help="print one JSON object")
+    ask.add_argument(
+        "--questions", dest="file", metavar="FILE", help="a question a line; - is stdin"
+    )
+    ask.add_argument("--json", action="store_true", help="print one JSON object a question")
+    ask.add_argument(
+        "--trace", metavar="FILE", help="append the whole conversations, as JSON lines"
+    )
+    add_choice(ask)
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP, token ids in and out",
@@ -135,12 +150,60 @@ def _parser() -> argparse.ArgumentParser:
         "--port", type=int, default=8100, metavar="N", help="port; 0 takes a free one (8100)"
     )
     view.add_argument("--open", action="store_true", help="show the page in a browser")
+    serve.add_argument(
+        "--asks", type=int, default=64, metavar="N", help="asks at a time; 0 takes none (64)"
+    )
+    serve.add_argument(
+        "--ask-megabytes", type=float, default=32.0, metavar="M", help="of a workbook (32)"
+    )
+    serve.add_argument(
+        "--ask-turns", type=int, default=15, metavar="N", help="turns of an ask (15)"
+    )
+    serve.add_argument(
+        "--ask-seconds", type=float, default=120.0, metavar="S", help="seconds of an ask (120)"
+    )
+    mcp = commands.add_parser(
+        "mcp",
+        help="offer ask_workbook to agents that speak MCP",
+        description="Offers the tool ask_workbook(path, question) over stdin and stdout, or HTTP.",
+    )
+    mcp.add_argument("folders", nargs="+", metavar="DIR", help="a folder that may be read")
+    mcp.add_argument("--http", action="store_true", help="serve it over streamable HTTP")
+    mcp.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    mcp.add_argument(
+        "--port", type=int, default=8200, metavar="N", help="port; 0 takes a free one (8200)"
+    )
+    mcp.add_argument(
+        "--client-key-file", metavar="FILE", help="file whose only line clients have to send"
+    )
+    add_choice(mcp)
     commands.add_parser(
         "doctor",
         help="show versions and the layers of the Python sandbox",
         description="Shows versions and which layers of the Python sandbox hold on this machine.",
     )
-    return parser
+    return parser, ask
+
+
+def _ask(args: argparse.Namespace) -> int:
+    from fastask_jax.ask.choice import take_choice
+
+    values = vars(args)
+    try:
+        choice = take_choice(values)
+    except ValueError as error:
+        raise _exit.UsageError(f"{error} (see fastask ask --help)") from None
+    if not args.questions and args.file is None:
+        raise _exit.UsageError("ask a QUESTION, or give --questions FILE (see fastask ask --help)")
+    from fastask_jax.ask.command import main, read_questions
+
+    questions: Iterable[str] = args.questions
+    if args.file is not None:
+        questions = itertools.chain(questions, read_questions(args.file))
+    several = args.file is not None or len(args.questions) > 1
+    return main(
+        args.book, questions, choice, as_json=args.json, trace=args.trace, several=several
+    )
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -154,7 +217,7 @@ def _serve(args: argparse.Namespace) -> None:
     try:
         from fastask_jax.serve.server import serve
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
+        if error.name not in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
             raise
         raise ModuleNotFoundError(
             "fastask serve needs its extra: pip install '.[serve]'", name=error.name
@@ -179,6 +242,28 @@ def _view(args: argparse.Namespace) -> None:
             webbrowser.open(index.absolute().as_uri())
         return
     serve(Site(runs), args.host, args.port, args.open)
+
+
+def _mcp(args: argparse.Namespace) -> None:
+    from fastask_jax.ask.choice import take_choice
+
+    values = vars(args)
+    try:
+        choice = take_choice(values)
+        from fastask_jax.ask.mcp_server import McpConfig, serve_mcp
+
+        config = McpConfig(
+            tuple(args.folders), args.http, args.host, args.port, args.client_key_file
+        )
+    except ModuleNotFoundError as error:
+        if error.name not in ("mcp", "uvicorn", "pydantic", "anyio"):
+            raise
+        raise ModuleNotFoundError(
+            "fastask mcp needs its extra: pip install '.[mcp]'", name=error.name
+        ) from None
+    except ValueError as error:
+        raise _exit.UsageError(f"{error} (see fastask mcp --help)") from None
+    serve_mcp(config, choice)
 
 
 def doctor() -> int:

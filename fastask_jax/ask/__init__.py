@@ -7,8 +7,9 @@
 Importing this package imports no JAX; an `Asker` does, once it has found its files.
 """
 
-from fastask_jax.ask.answer import Answer, AskError
+from fastask_jax.ask.answer import Answer, AskError, Unreachable
 from fastask_jax.ask.asker import Asker
+from fastask_jax.ask.choice import PolicyChoice
 from fastask_jax.ask.command import main
 
-__all__ = ["Answer", "AskError", "Asker", "main"]
+__all__ = ["Answer", "AskError", "Asker", "PolicyChoice", "Unreachable", "main"]

@@ -1,40 +1,50 @@
-"""A loaded policy that answers questions about workbooks, one at a time.
+"""A policy that answers questions about workbooks, one call at a time.
 
 Cheap checks come first: the checkpoint's files, then the sandbox, and only then JAX and the
 weights.  One engine with one slot and one shape per function serves every question, so the
 first question compiles and the others don't; a compile cache on disk saves later processes most
-of that.  Decoding is greedy.  Left out: several questions at once, and second opinions.
+of that.  Decoding is greedy.  A model that others serve needs no JAX.
+
+Left out: many questions at a time over one engine (`fastask serve`), and second opinions.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from envs.core import Message, Reply, Score, Step, ToolSpec
-from envs.fast_ask.env import FastAskEnv, opening
+from envs.core import Message, Reply
+from envs.fast_ask.env import FastAskConfig, FastAskEnv, opening
 from envs.sandbox import Sandbox, SandboxConfig, SandboxUnavailable
 from envs.workbook import BlockStore, Workbook, read_workbook
-from fastask_jax.ask.answer import Answer, AskError
+from fastask_jax.ask.answer import Answer, AskError, Unreachable, make_answer
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
+from fastask_jax.ask.episode import Asked, Heard, Question, spelled
 from fastask_jax.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from fastask_jax.policies.engine import EnginePolicy
+    from fastask_jax.policies.remote import RemotePolicy
 
 MAX_LEN = 2048
 MAX_TURN_TOKENS = 256
 
 
 class Asker:
-    """Loads a policy once and answers with it.  Not thread-safe; close it, or use `with`.
+    """Loads a policy once and answers with it.  Close it, or use `with`.
+
+    Questions may come from several threads: of our own engine one waits for the other, models
+    elsewhere are asked at the same time.
 
     checkpoint: a run directory, a policy folder, or None for the shipped weights.
-    max_len: tokens of a whole episode; what the tools show counts too.
+    remote: a model that others serve, in place of a checkpoint; closed with the asker.
+    config: how questions are put and their budgets; None takes the checkpoint's, or for `remote`
+        the defaults.
+    max_len: tokens of a whole episode of our engine; what the tools show counts too.
     sandbox: limits of the Python that the model may run.
     store: where large workbooks are kept, to be opened faster the next time.
     compile_cache: a folder in which compiled functions are kept for later processes; it becomes
@@ -48,23 +58,35 @@ class Asker:
         self,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
+        remote: RemotePolicy | None = None,
+        config: FastAskConfig | None = None,
         max_len: int = MAX_LEN,
         sandbox: SandboxConfig | None = None,
         store: BlockStore | None = None,
         compile_cache: Path | None = None,
     ) -> None:
-        folder = find_policy(None if checkpoint is None else Path(checkpoint))
-        self.checkpoint = str(folder.path)
-        self._config, self._store = folder.env, store
+        if remote is not None and checkpoint is not None:
+            raise ValueError("give a checkpoint or a remote policy, not both")
+        folder = None
+        if remote is None:
+            folder = find_policy(None if checkpoint is None else Path(checkpoint))
+        self.policy = remote.name if folder is None else str(folder.path)  # type: ignore[union-attr]
+        self.config = config or (FastAskConfig() if folder is None else folder.env)
+        self._store, self._remote = store, remote
         self._closed = False
         try:
             self._sandbox = Sandbox(sandbox)
         except SandboxUnavailable as error:
             raise AskError(f"run_python isn't available here: {error}") from error
+        self._engine: EnginePolicy | None = None
+        self._turn: AbstractContextManager[object] = nullcontext()
+        if folder is None:
+            return
+        self._turn = threading.Lock()
         try:
             if compile_cache is not None:
                 keep_compiled(compile_cache)
-            self._policy = _load(folder, max_len)
+            self._engine = _load(folder, max_len)
         except BaseException:
             self._sandbox.close()
             raise
@@ -76,103 +98,91 @@ class Asker:
         self.close()
 
     def close(self) -> None:
-        """Ends the sandbox and its processes."""
+        """Ends the sandbox and its processes, and the connection to a server."""
         self._closed = True
         self._sandbox.close()
+        if self._remote is not None:
+            self._remote.close()
 
-    def ask(self, book: Workbook | str | os.PathLike[str], question: str) -> Answer:
+    def ask(
+        self,
+        book: Workbook | str | os.PathLike[str],
+        question: str,
+        *,
+        heard: Heard = lambda entry: None,
+    ) -> Answer:
         """Answers a question about a workbook file, or one already read.
+
+        heard: told of each message and reply, as they come.
 
         The answer's `answer` is None when the model gives none.  Raises FileNotFoundError and
         WorkbookError for the file, AskError for an empty question or one that is too long, when
-        the sandbox fails, and when the asker is closed.
+        the sandbox fails, and when the asker is closed; Unreachable (an AskError) where the
+        model's server doesn't answer, and `policies.remote.Refused` where it wants none of it.
         """
         if self._closed:
             raise AskError("this asker is closed; make a new one to ask more")
         began = time.perf_counter()
         if not isinstance(book, Workbook):
             with closing(read_workbook(book, store=self._store)) as opened:
-                return self._ask(opened, question, began)
-        return self._ask(book, question, began)
+                return self._ask(opened, question, began, heard)
+        return self._ask(book, question, began, heard)
 
-    def _ask(self, book: Workbook, question: str, began: float) -> Answer:
+    def _ask(self, book: Workbook, question: str, began: float, heard: Heard) -> Answer:
         question = " ".join(question.split())
         if not question:
             raise AskError("the question is empty; ask about one value in the workbook")
-        self._check_length(book, question)
-        env = FastAskEnv(self._config, self._sandbox)
-        asked = _Asked(env, book)
-        trajectory = self._policy.run(asked, _Question(question))
+        transcript: list[str] = []
+        opened = False
+
+        def hear(entry: Message | Reply) -> None:
+            nonlocal opened
+            opened = opened or isinstance(entry, Reply)
+            if opened:
+                transcript.extend(spelled(entry))
+            heard(entry)
+
+        asked = Asked(FastAskEnv(self.config, self._sandbox), book, hear)
+        if self._engine is not None:
+            check_length(self._engine, book, question, self.config)
+        player = self._engine or self._remote
+        assert player is not None
+        with self._turn:
+            trajectory = player.run(asked, Question(question))
         if trajectory.error is not None or trajectory.score is None:
+            if getattr(trajectory, "lost", False):
+                raise Unreachable(f"{trajectory.error}; the question wasn't answered")
             raise AskError(f"the question was broken off ({trajectory.error}); ask again")
-        info = trajectory.score.info
-        return Answer(
-            answer=info["answer"] or None,
-            raw=env.final.content if env.final else "",
-            transcript=tuple(asked.transcript),
-            evidence=tuple(dict.fromkeys(info["ranges"])),
-            turns=info["turns"],
-            cells=info["cells"],
-            tool_calls=info["tool_calls"],
-            stop_reason=trajectory.stop_reason or "no_answer",
-            seconds=round(time.perf_counter() - began, 3),
-            checkpoint=self.checkpoint,
+        return make_answer(
+            question,
+            trajectory.score,
+            stop_reason=trajectory.stop_reason,
+            tokens=trajectory.sampled,
+            seconds=time.perf_counter() - began,
+            policy=self.policy,
             uncalculated=book.uncalculated(),
+            raw=asked.raw,
+            transcript=tuple(transcript),
         )
 
-    def _check_length(self, book: Workbook, question: str) -> None:
-        policy = self._policy
-        shown = _Asked.tools if policy.config.tools_in_prompt else None
-        messages = opening(question, book.names(), self._config)
-        most = policy.engine.config.max_len
-        # Encoding takes long where this bound alone refuses.
-        length, told = sum(policy.chat.least_tokens(m.content) for m in messages), "at least "
-        if length < most:
-            length, told = len(policy.chat.encode_prompt(messages, shown)), ""
-        if length >= most:
-            raise AskError(
-                f"the question and the sheet names take {told}{length:,} tokens and the model "
-                f"holds {most:,}; ask more briefly, or split the workbook if it has very many "
-                "sheets"
-            )
 
-
-@dataclass(frozen=True)
-class _Question:
-    """The task of a free question."""
-
-    text: str
-    id: str = "question"
-
-
-class _Asked:
-    """The environment of a free question about `book`."""
-
-    tools: tuple[ToolSpec, ...] = FastAskEnv.tools
-
-    def __init__(self, env: FastAskEnv, book: Workbook) -> None:
-        self._env, self._book = env, book
-        self.transcript: list[str] = []
-
-    def reset(self, task: _Question) -> list[Message]:
-        return self._env.ask(self._book, task.text)
-
-    def step(self, reply: Reply) -> Step:
-        step = self._env.step(reply)
-        self.transcript += [reply.content] if reply.content else []
-        self.transcript += [f"{call.name}({_spelled(call.arguments)})" for call in reply.tool_calls]
-        self.transcript += [message.content for message in step.messages]
-        return step
-
-    def score(self) -> Score:
-        return self._env.score()
-
-    def close(self) -> None:
-        self._env.close()
-
-
-def _spelled(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+def check_length(
+    policy: EnginePolicy, book: Workbook, question: str, config: FastAskConfig
+) -> None:
+    """Raises AskError for a question that leaves our engine no room to answer."""
+    shown = Asked.tools if policy.config.tools_in_prompt else None
+    messages = opening(question, book.names(), config)
+    most = policy.engine.config.max_len
+    # Encoding takes long where this bound alone refuses.
+    length, told = sum(policy.chat.least_tokens(m.content) for m in messages), "at least "
+    if length < most:
+        length, told = len(policy.chat.encode_prompt(messages, shown)), ""
+    if length >= most:
+        raise AskError(
+            f"the question and the sheet names take {told}{length:,} tokens and the model "
+            f"holds {most:,}; ask more briefly, or split the workbook if it has very many "
+            "sheets"
+        )
 
 
 def _load(folder: PolicyFolder, max_len: int) -> EnginePolicy:

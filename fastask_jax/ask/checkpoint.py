@@ -25,11 +25,13 @@ _WHAT = (
 
 @dataclass(frozen=True)
 class PolicyFolder:
-    """Where the weights lie, and how they were trained to be asked."""
+    """Where the weights lie, and how they were trained to be asked.  assumed: nothing says so,
+    and the tiny policy's way is taken."""
 
     path: Path
     env: FastAskConfig
     tools_in_prompt: bool = False
+    assumed: bool = False
 
 
 def find_policy(checkpoint: str | Path | None) -> PolicyFolder:
@@ -63,17 +65,18 @@ def _is_policy(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any((folder / w).is_file() for w in weights)
 
 
-def _settings(folder: Path) -> tuple[FastAskConfig, bool]:
+def _settings(folder: Path) -> tuple[FastAskConfig, bool, bool]:
     """How the run that `folder` belongs to puts its questions (and whether it shows the tools
-    in the prompt); as the tiny policy's training does where it belongs to none."""
+    in the prompt); as the tiny policy's training does where it belongs to none, which the last
+    one tells."""
     path = folder.parent / "config.json"
     if folder.name != "policy" or not path.is_file():
-        return FastAskConfig(prompt="short"), False
+        return FastAskConfig(prompt="short"), False, folder.resolve() != SHIPPED.resolve()
     try:
         saved: dict[str, Any] = json.loads(path.read_text("utf-8"))
         kinds = {"prompt": str, "list_sheets": bool, "max_turns": int, "max_calls": int}
         env = {name: _typed(saved["env"], name, kind) for name, kind in kinds.items()}
-        return FastAskConfig(**env), _typed(saved["rollout"], "tools_in_prompt", bool)
+        return FastAskConfig(**env), _typed(saved["rollout"], "tools_in_prompt", bool), False
     except (KeyError, TypeError, ValueError) as error:
         raise AskError(
             f"{path} isn't the config of a training run ({error!r}); to ask this policy without "

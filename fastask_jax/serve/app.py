@@ -2,6 +2,7 @@
 
     POST /inference/v1/generate   token ids in; token ids, logprobs and versions out
     POST /v1/chat/completions     messages in and out, as OpenAI's clients send them
+    POST /v1/ask                  a workbook and a question in, an answer and its evidence out
     POST /inference/v1/weights    goes on with the weights in a folder
     GET  /v1/models, /metrics     what is served, and counts for Prometheus
     GET  /healthz                 200, or 503 where the engine has failed; needs no key
@@ -33,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Params
+from fastask_jax.serve.asks import Asks
 from fastask_jax.serve.bodies import Limits, Refused, generate_order, read_json, weights_order
 from fastask_jax.serve.chat import Answer, make_order, read_chat
 from fastask_jax.serve.metrics import Metrics
@@ -46,6 +48,7 @@ from fastask_jax.serve.service import (
     Stopping,
     Ticket,
 )
+from fastask_jax.serve.uploads import read_upload
 
 _KINDS = {
     400: "invalid_request_error",
@@ -64,8 +67,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Served:
     """What the routes share.
 
-    name: of the model.  chat: its template and tokens.  load: reads the weights in a folder onto
-    the engine's devices; raises ValueError or OSError for what isn't there or doesn't fit.
+    name: of the model.  chat: its template and tokens.  show_tools: whether prompts of chat
+    completions show the tools; else they serve to parse calls alone, for a policy that was trained
+    so.  asks: None without /v1/ask, for the reason in `no_asks`.  load: reads the weights in a
+    folder onto the engine's devices; raises ValueError or OSError for what isn't there or doesn't
+    fit.
     weights_from: the folder that all weights come from; None takes none.  api_key: that clients
     have to show.
     """
@@ -74,6 +80,9 @@ class Served:
     name: str
     chat: ChatFormat
     load: Callable[[Path], Params]
+    show_tools: bool = True
+    asks: Asks | None = None
+    no_asks: str = "this server answers no asks: start it with --asks N"
     weights_from: Path | None = None
     api_key: str | None = None
     limits: Limits = Limits()
@@ -86,6 +95,7 @@ def make_app(served: Served) -> Starlette:
         routes=[
             Route("/inference/v1/generate", routes.guarded(routes.generate), methods=["POST"]),
             Route("/v1/chat/completions", routes.guarded(routes.chat), methods=["POST"]),
+            Route("/v1/ask", routes.guarded(routes.ask), methods=["POST"]),
             Route("/inference/v1/weights", routes.guarded(routes.weights), methods=["POST"]),
             Route("/v1/models", routes.guarded(routes.models), methods=["GET"]),
             Route("/metrics", routes.guarded(routes.metrics), methods=["GET"]),
@@ -100,7 +110,7 @@ class Routes:
 
     def __init__(self, served: Served) -> None:
         self.served, self.service = served, served.service
-        self._metrics = Metrics(served.service)
+        self._metrics = Metrics(served.service, served.asks)
         self._began = int(time.time())
         self._open = 0
         self._loading = asyncio.Lock()
@@ -165,7 +175,9 @@ class Routes:
         until = asyncio.get_running_loop().time() + served.limits.seconds
         asked = read_chat(await self.read(request, until), served.name)
         most = self.service.engine.config.max_len
-        order = await asyncio.to_thread(make_order, asked, served.chat, served.limits, most)
+        order = await asyncio.to_thread(
+            make_order, asked, served.chat, served.limits, most, served.show_tools
+        )
         answer = Answer(asked, served.chat, served.name)
         if asked.stream:
 
@@ -177,6 +189,52 @@ class Routes:
             async for piece in pieces:
                 answer.add(piece)
         return JSONResponse(answer.whole(usage(ticket, len(ticket.sampled))))
+
+    async def ask(self, request: Request) -> Response:
+        asks = self.served.asks
+        if asks is None:
+            raise Refused(501, self.served.no_asks)
+        loop = asyncio.get_running_loop()
+        began, how = loop.time(), "failed"
+        async with asks.admitted():
+            try:
+                body = await self._ask(request, asks, began + asks.limits.seconds)
+                how = "no_answer" if body["answer"] is None else "answered"
+                return JSONResponse(body)
+            except Exception as error:
+                refused = as_refused(error)
+                status = 500 if refused is None else refused.status
+                named = {_GONE: "cancelled", 408: "timeout", 504: "timeout"}
+                how = named.get(status, "refused" if status < 500 else "failed")
+                raise
+            finally:
+                asks.ended[how] += 1
+                self._metrics.ask_seconds.observe(loop.time() - began)
+
+    async def _ask(self, request: Request, asks: Asks, until: float) -> dict[str, Any]:
+        limits = asks.limits
+        try:
+            async with asyncio.timeout_at(until):
+                upload = await read_upload(request, limits.file, limits.question)
+        except TimeoutError:
+            raise Refused(408, "the body took too long: send it faster or send less") from None
+        loop = asyncio.get_running_loop()
+        answering = asyncio.create_task(asks.answer(upload))
+        gone = asyncio.create_task(_when_gone(request, lambda: None))
+        try:
+            await asyncio.wait(
+                {answering, gone}, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if answering.done():
+                return answering.result().as_dict()
+            if gone.done():
+                raise Cancelled("the client has gone")
+            raise Refused(504, f"it took longer than {limits.seconds:g} s: ask for less")
+        finally:
+            gone.cancel()
+            answering.cancel()
+            await asyncio.wait({answering, gone})
+            upload.file.close()
 
     async def read(self, request: Request, until: float) -> dict[str, Any]:
         """The body, if one more request may be open."""

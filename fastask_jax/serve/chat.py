@@ -97,13 +97,15 @@ def read_chat(value: Mapping[str, Any], model: str) -> Asked:
     )  # fmt: skip
 
 
-def make_order(asked: Asked, chat: ChatFormat, limits: Limits, max_len: int) -> Order:
+def make_order(
+    asked: Asked, chat: ChatFormat, limits: Limits, max_len: int, show_tools: bool = True
+) -> Order:
     """The tokens of the conversation, and how many may follow.  Raises Refused."""
     least = sum(chat.least_tokens(message.content) for message in asked.messages)
     ids: list[int] = []
     if least < max_len:
         try:
-            ids = chat.encode_prompt(asked.messages, asked.tools or None)
+            ids = chat.encode_prompt(asked.messages, (show_tools and asked.tools) or None)
         except ValueError as error:
             raise Refused(400, " ".join(str(error).split()), "messages") from None
     if max(least, len(ids)) >= max_len:

@@ -7,21 +7,29 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from fastask_jax.serve.asks import Asks
 from fastask_jax.serve.service import Service
 
 
 class Metrics:
-    """registry: what to print.  seconds: how long requests took, the collector's own to fill."""
+    """registry: what to print.  seconds, ask_seconds: how long requests and asks took, the
+    collector's own to fill."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, asks: Asks | None = None) -> None:
+        self._service, self._asks = service, asks
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.seconds = Histogram(
             "fastask_request_seconds",
             "Seconds from a request's order to its last token.",
             registry=self.registry,
-            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+            buckets=_BUCKETS,
+        )
+        self.ask_seconds = Histogram(
+            "fastask_ask_seconds",
+            "Seconds from an ask's first byte to its answer.",
+            registry=self.registry,
+            buckets=_BUCKETS,
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -49,6 +57,21 @@ class Metrics:
             "fastask_weights_version", "Version of the weights; -1: those of the start.",
             value=service.version,
         )  # fmt: skip
+        if self._asks is not None:
+            yield from _of_asks(self._asks)
+
+
+def _of_asks(asks: Asks) -> Iterator[Metric]:
+    ended = CounterMetricFamily("fastask_asks", "Asks by how they ended.", labels=["ended"])
+    for how in ("answered", "no_answer", "refused", "failed", "cancelled", "timeout"):
+        ended.add_metric([how], asks.ended[how])
+    yield ended
+    yield GaugeMetricFamily("fastask_asks_running", "Asks under way.", value=asks.running)
+    yield CounterMetricFamily("fastask_ask_turns", "Turns of answered asks.", value=asks.turns)
+    yield CounterMetricFamily("fastask_ask_cells", "Cells that they have read.", value=asks.cells)
+
+
+_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 _ABOUT = {

@@ -1,8 +1,8 @@
 """`fastask serve`: loads a model, serves it, and ends in order.
 
-On SIGTERM the process stops to accept, lets running requests end within `--grace` seconds, answers
-the others with 503, and exits with 0; on a second one it doesn't wait.  An error of the engine ends
-it with 1 and one line.
+On SIGTERM the process stops to accept, lets running requests and asks end within `--grace` seconds,
+answers the others with 503, and exits with 0; on a second one it doesn't wait.  An error of the
+engine ends it with 1 and one line.
 
 Left out: the routes (`app.py`); TLS, for which a proxy stands before it.
 """
@@ -10,16 +10,19 @@ Left out: the routes (`app.py`); TLS, for which a proxy stands before it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
+import sys
 from pathlib import Path
 from types import FrameType
 
 import jax
 import uvicorn
 
+from envs.sandbox import SandboxUnavailable
 from fastask_jax.ask.answer import AskError
-from fastask_jax.ask.checkpoint import find_policy
+from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
 from fastask_jax.ask.command import compile_cache
 from fastask_jax.compiled import keep_compiled
 from fastask_jax.model import check_finite, load_params
@@ -27,6 +30,7 @@ from fastask_jax.model.tokenizers import load_tokenizer
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig, Params
 from fastask_jax.serve.app import Served, make_app
+from fastask_jax.serve.asks import AskLimits, Asks
 from fastask_jax.serve.bodies import Limits
 from fastask_jax.serve.service import Service
 from fastask_jax.serve.settings import ServeConfig, read_key
@@ -49,9 +53,13 @@ def serve(config: ServeConfig) -> None:
     listener = _bound(config)
     with listener:
         served = load(config, key)
-        server = _Server(config, served)
-        server.run([listener])
-    served.service.stop()
+        try:
+            server = _Server(config, served)
+            server.run([listener])
+        finally:
+            served.service.stop()
+            if served.asks is not None:
+                served.asks.close()
     if served.service.failure is not None:
         failure = served.service.failure
         raise ServeError(f"the engine has failed: {type(failure).__name__}: {failure}")
@@ -63,7 +71,8 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
     """The model on its engine, compiled; its service hasn't started."""
     if jax.config.jax_compilation_cache_dir is None and (cache := compile_cache()):  # type: ignore[attr-defined]
         keep_compiled(cache)
-    folder = find_policy(config.checkpoint).path
+    found = find_policy(config.checkpoint)
+    folder = found.path
     try:
         model, params = load_params(folder, param_dtype=config.dtype, dtype=config.dtype)
         check_finite(params, "its weights")
@@ -79,21 +88,27 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
     engine = Engine(model, settings, chat.stop_id)
 
     def newer(path: Path) -> Params:
-        other, found = load_params(
+        other, others = load_params(
             path, engine.mesh, param_dtype=config.dtype, dtype=config.dtype
         )
         if other != model:
             raise ValueError(f"{path} holds a model of another shape than the one that is served")
-        check_finite(found, "they")
-        return engine.place(found)
+        check_finite(others, "they")
+        return engine.place(others)
 
     service = Service(engine, engine.place(params), queue=config.queue)
+    name = Path(config.checkpoint or folder).resolve().name
+    # Before the engine compiles: it takes a second, and may say that there are none.
+    asks, no_asks = _asks(config, service, chat, found, name)
     service.warm()
     return Served(
         service,
-        name=Path(config.checkpoint or folder).resolve().name,
+        name=name,
         chat=chat,
         load=newer,
+        show_tools=found.tools_in_prompt or found.assumed,
+        asks=asks,
+        no_asks=no_asks,
         weights_from=None if config.weights_from is None else Path(config.weights_from),
         api_key=api_key,
         limits=Limits(
@@ -103,6 +118,26 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
             seconds=config.deadline,
         ),
     )
+
+
+def _asks(
+    config: ServeConfig, service: Service, chat: ChatFormat, folder: PolicyFolder, name: str
+) -> tuple[Asks | None, str]:
+    """The asks, or why there are none."""
+    if not config.asks:
+        return None, Served.no_asks
+    limits = AskLimits(
+        asks=config.asks,
+        file=round(config.ask_megabytes * (1 << 20)),
+        turns=config.ask_turns,
+        seconds=config.ask_seconds,
+    )
+    try:
+        return Asks(service, chat, folder.env, folder.tools_in_prompt, name, limits), ""
+    except SandboxUnavailable as error:
+        why = f"/v1/ask isn't available here: {' '.join(str(error).split())}"
+        print(f"warning: {why}", file=sys.stderr, flush=True)
+        return None, why
 
 
 def _bound(config: ServeConfig) -> socket.socket:
@@ -127,6 +162,8 @@ class _Server(uvicorn.Server):
     def __init__(self, config: ServeConfig, served: Served) -> None:
         self._settings, self._service = config, served.service
         self.signal: int | None = None
+        # What is wrong with a client's form is told to that client.
+        logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         super().__init__(
             uvicorn.Config(
                 make_app(served),
@@ -135,6 +172,9 @@ class _Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                # Longer than clients keep idle connections (httpx: 5 s), so that no request
+                # meets one that is being closed.
+                timeout_keep_alive=30,
                 timeout_graceful_shutdown=round(config.grace) + 10,
             )
         )

@@ -86,11 +86,13 @@ Tell = Callable[[Piece | Exception], None]
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way.  reused: tokens that its slot held already, None before it has one."""
+    """A request on its way.  promised: see `Service.submit`.  reused: tokens that its slot held
+    already, None before it has one."""
 
     order: Order
     tell: Tell = field(repr=False)
     sampled: list[int] = field(default_factory=list, repr=False)
+    promised: bool = False
     reused: int | None = None
     over: bool = False
 
@@ -134,7 +136,7 @@ class Service:
         self._free = list(range(engine.config.slots))[::-1]
         # What idle slots hold, by the weights of now; the one used longest ago comes first.
         self._held: dict[int, list[int]] = {}
-        self._draining = self._ending = False
+        self._draining = self._aborted = self._ending = False
         # Guards all of the above; the engine and what feeds it belong to the thread.
         self._changed = threading.Condition()
         # Not waited for by an interpreter that ends on an error elsewhere.
@@ -161,16 +163,18 @@ class Service:
                 f"{limit} tokens that a slot holds: shorten one of them"
             )
 
-    def submit(self, order: Order, tell: Tell) -> Ticket:
+    def submit(self, order: Order, tell: Tell, *, promised: bool = False) -> Ticket:
         """Takes a request.  `tell` gets its pieces, the last one with `ended`, or an error in
-        place of the rest; it is called on other threads and must not block.
+        place of the rest; it is called on other threads and must not block.  promised: it goes on
+        with something that was admitted, so that neither the queue's length nor `drain` keeps it
+        out.
 
         Raises ValueError (see `check`), Busy, Outdated or Stopping.
         """
         self.check(order)
-        ticket = Ticket(order, tell)
+        ticket = Ticket(order, tell, promised=promised)
         with self._changed:
-            if self._draining:
+            if self._aborted or (self._draining and not promised):
                 raise Stopping(self._farewell())
             if order.version is not None and order.version > self.version:
                 raise Outdated(
@@ -178,7 +182,7 @@ class Service:
                     "newer ones first"
                 )
             idle = self.engine.config.slots - len(self._running)
-            if len(self._waiting) >= self.queue + idle:
+            if len(self._waiting) >= self.queue + idle and not promised:
                 self.ended["refused"] += 1
                 raise Busy(f"{len(self._waiting)} requests wait already: ask again later")
             self._waiting.append(ticket)
@@ -206,16 +210,21 @@ class Service:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Takes no more requests and ends those that wait; what runs goes on."""
+        """Takes no more requests and ends those that wait; what runs or is promised goes on."""
         with self._changed:
             self._draining = True
-            while self._waiting:
-                self._end(self._waiting.popleft(), "refused", Stopping(self._farewell()))
+            self._refuse([ticket for ticket in self._waiting if not ticket.promised])
+
+    def _refuse(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._waiting.remove(ticket)
+            self._end(ticket, "refused", Stopping(self._farewell()))
 
     def abort(self, how: str = "refused") -> None:
-        """As `drain`, and ends what runs."""
+        """As `drain`, and ends what runs or is promised."""
         with self._changed:
-            self.drain()
+            self._draining = self._aborted = True
+            self._refuse(list(self._waiting))
             for ticket in self._running.values():
                 if not ticket.over:
                     self._end(ticket, how, Stopping(self._farewell()))

@@ -32,7 +32,7 @@ def test_version_and_help() -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["dctor"], "invalid choice: 'dctor'"),
-        (["ask", "book.xlsx"], "the following arguments are required: QUESTION"),
+        (["ask", "book.xlsx"], "ask a QUESTION, or give --questions FILE"),
         (["ask", "book.xlsx", "q", "--chekpoint", "x"], "unrecognized arguments"),
     ],
 )

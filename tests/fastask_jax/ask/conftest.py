@@ -1,6 +1,7 @@
 """A small workbook file, a policy that has learned one transcript about it by heart (real
 weights, real decoding), and one with random weights."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,9 @@ def taught(small, book, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("taught")
     tokenizer = load_tokenizer(SHIPPED)
     save_params(run / "policy", small, params, extras=tokenizer.save_pretrained)
+    asked = {"prompt": "short", "list_sheets": True, "max_turns": 15, "max_calls": 4}
+    config = {"env": asked, "rollout": {"tools_in_prompt": False}}
+    (run / "config.json").write_text(json.dumps(config))
     return run
 
 

@@ -20,13 +20,13 @@ from fastask_jax.ask.command import printable, unsupported
 
 ROOT = Path(__file__).parents[3]
 FIELDS = {
-    "answer", "raw", "evidence", "turns", "cells", "tool_calls", "stop_reason", "seconds",
-    "checkpoint", "transcript", "uncalculated",
+    "question", "answer", "type", "value", "evidence", "turns", "cells", "tool_calls", "tokens",
+    "stop_reason", "seconds", "policy", "uncalculated",
 }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
+def test_an_answer_with_its_evidence(book, taught, asked, home, tmp_path, capsys) -> None:
     words = ["ask", book, asked.question, "--checkpoint", str(taught)]
     assert cli.main(words) == 0
     shown = capsys.readouterr()
@@ -38,31 +38,44 @@ def test_an_answer_with_its_evidence(book, taught, asked, home, capsys) -> None:
     kept = [p for p in (home / ".cache" / "fastask").rglob("*") if p.is_file()]
     assert kept
 
-    assert cli.main([*words, "--json"]) == 0
-    [line] = capsys.readouterr().out.splitlines()
-    said = json.loads(line)
-    assert set(said) == FIELDS
-    assert said.pop("seconds") > 0
-    called, told, *_, last = said.pop("transcript")
-    assert called.startswith("read_ranges(ranges=['Orders!A:C'")
-    assert told.startswith("Orders!A1:C") and last == "ANSWER: 42"
+    trace = tmp_path / "trace.jsonl"
+    assert cli.main([*words, "Why?", "--json", "--trace", str(trace)]) in (0, 3)
+    lines = capsys.readouterr().out.splitlines()
+    said, other = map(json.loads, lines)
+    assert set(said) == FIELDS == set(other) and other["question"] == "Why?"
+    assert said.pop("seconds") > 0 and said.pop("tokens") > 30
     assert said == {
+        "question": asked.question,
         "answer": "42",
-        "raw": "ANSWER: 42",
+        "type": "number",
+        "value": 42,
         "evidence": asked.evidence,
         "turns": 3,
         "cells": 25,
         "tool_calls": 3,
         "stop_reason": "answered",
-        "checkpoint": str(taught / "policy"),
+        "policy": str(taught / "policy"),
         "uncalculated": {},
     }
+    assert "Orders!A1:C4 4 rows" not in lines[0] and "SO-1" not in lines[0]
+
+    session, *kept = map(json.loads, trace.read_text().splitlines())
+    assert (session["kind"], session["book"]) == ("session", book)
+    assert trace.stat().st_mode & 0o077 == 0
+    first = [line for line in kept if line["question"] == 1]
+    roles = [line.get("role") for line in first]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "tool",
+                     "assistant", None]  # fmt: skip
+    assert first[2]["tool_calls"][0]["name"] == "read_ranges" and first[2]["tokens"] > 0
+    assert first[3]["content"].startswith("Orders!A1:C4 4 rows")
+    assert (first[-1]["kind"], first[-1]["answer"]) == ("answer", "42")
+    assert {line["question"] for line in kept} == {1, 2}
 
 
 def test_an_answer_without_evidence_is_doubted() -> None:
     def doubt(answer: str | None, *evidence: str) -> str | None:
         return unsupported(
-            Answer(answer, "", (), evidence, 2, 0, 1, "answered", 1.0, "policy", {})
+            Answer("?", answer, None, None, evidence, 2, 0, 1, 9, "answered", 1.0, "policy", {})
         )
 
     assert "no cell was read" in (doubt("38742") or "")
@@ -71,12 +84,12 @@ def test_an_answer_without_evidence_is_doubted() -> None:
 
 @pytest.mark.slow
 def test_from_a_shell_without_an_answer(book, blank, home) -> None:
-    """Random weights say nothing sensible: exit 1, one line, and the object all the same."""
+    """Random weights say nothing sensible: exit 3, one line, and the object all the same."""
     words = ["ask", book, "How many?", "--checkpoint", str(blank), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "fastask_jax.cli", *words], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert done.stderr.startswith("error: no answer after 1 turn: ")
     assert done.stderr.count("\n") == 1
     said = json.loads(done.stdout)
@@ -91,7 +104,10 @@ def test_loaded_once_asked_often(book, taught, asked, home) -> None:
         again = asker.ask(read_workbook(book), f" {asked.question}\n")
         assert (first.answer, list(first.evidence)) == ("42", asked.evidence)
         assert (again.answer, again.evidence) == (first.answer, first.evidence)
-        assert dict(asker._policy.engine.traces) == {"append": 1, "decode": 1}
+        called, told, *_, last = first.transcript
+        assert called.startswith("read_ranges(ranges=['Orders!A:C'")
+        assert told.startswith("Orders!A1:C") and last == first.raw == "ANSWER: 42"
+        assert dict(asker._engine.engine.traces) == {"append": 1, "decode": 1}
         with pytest.raises(AskError, match="question is empty"):
             asker.ask(book, "  ")
         with pytest.raises(AskError, match="tokens and the model holds 2,048; ask more briefly"):
@@ -115,7 +131,7 @@ def test_formulas_without_results_are_told(blank, tmp_path, home, capsys) -> Non
     path = tmp_path / "book.xlsx"
     book.save(path)
     words = ["ask", str(path), "How many?", "--checkpoint", str(blank), "--json"]
-    assert cli.main(words) == 1  # random weights give no answer
+    assert cli.main(words) == 3  # random weights give no answer
     shown = capsys.readouterr()
     assert shown.err.splitlines()[0] == (
         f"warning: {path} holds 8 formulas without a stored result that can't be calculated "
@@ -152,7 +168,7 @@ def test_other_kinds_of_files_are_asked_too(taught, asked, tmp_path, home, capsy
     path = tmp_path / "Orders.xlsx"
     path.write_text("order;region;units\nSO-1;West;12\nSO-2;East;7\nSO-3;West;30\n")
     words = ["ask", str(path), asked.question, "--checkpoint", str(taught), "--json"]
-    assert cli.main(words) in (0, 1)
+    assert cli.main(words) in (0, 3)
     shown = capsys.readouterr()
     assert shown.err.startswith(f"warning: {path}: the file is csv by its content, not xlsx\n")
     assert json.loads(shown.out)["tool_calls"] > 0

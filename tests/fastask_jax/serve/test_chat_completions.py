@@ -13,8 +13,8 @@ from envs.core import Message, ToolCall
 from fastask_jax.model import shipped_weights
 from fastask_jax.model.tokenizers import load_tokenizer
 from fastask_jax.rollout.chat import ChatFormat
-from fastask_jax.serve.bodies import Refused
-from fastask_jax.serve.chat import Answer, read_chat
+from fastask_jax.serve.bodies import Limits, Refused
+from fastask_jax.serve.chat import Answer, make_order, read_chat
 from fastask_jax.serve.service import Piece
 from tests.fastask_jax.serve.servers import serving
 
@@ -80,9 +80,12 @@ def test_a_completion_is_the_parsed_text_of_the_sampled_tokens(client, server, s
     assert [t.logprob for some in told if some for t in some.content] == raw["logprobs"]
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
     assert last.choices == [] and last.usage.completion_tokens == len(raw["ids"])
-    # With tools the prompt names them.
+    # The shipped policy was trained without seeing its tools; others see them in the prompt.
     more = client.chat.completions.create(**given, tools=[LOOK])
-    assert more.usage.prompt_tokens > found.usage.prompt_tokens
+    assert more.usage.prompt_tokens == found.usage.prompt_tokens
+    asked = read_chat({"model": "tiny", "messages": SAID, "tools": [LOOK]}, "tiny")
+    hidden, seen = (make_order(asked, shipped, Limits(), 512, show).ids for show in (False, True))
+    assert hidden == prompt and len(seen) > len(prompt)
     less = client.chat.completions.create(**given, tools=[LOOK], tool_choice="none")
     assert less.usage.prompt_tokens == found.usage.prompt_tokens
 
