@@ -15,6 +15,7 @@ from typing import Any
 
 from envs.core import ToolSpec
 from fastask_jax.distributed import Channel, deal
+from fastask_jax.policies.base import record
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine
 from fastask_jax.rollout.pools import Pool
@@ -93,27 +94,6 @@ def evaluation_records(found: Sequence[Trajectory]) -> list[Record]:
         if not trajectory.valid:
             raise RuntimeError(f"evaluation of {trajectory.task_id}: {trajectory.error}")
     return [record(t) for t in found]
-
-
-def record(trajectory: Trajectory) -> Record:
-    """What reports need to know of a scored episode."""
-    score = trajectory.score
-    if score is None:
-        raise ValueError(f"{trajectory.task_id} has no score")
-    info = score.info
-    return {
-        **{key: info[key] for key in ("task", "type", "family", "difficulty", "answer", "truth")},
-        "correct": bool(score.parts["correct"]),
-        "reward": score.total,
-        "parts": dict(score.parts),
-        "turns": info["turns"],
-        "cells": info["cells"],
-        "tool_calls": info["tool_calls"],
-        "malformed": info["malformed"],
-        "tokens": trajectory.sampled,
-        "seconds": trajectory.seconds,
-        "stop_reason": trajectory.stop_reason,
-    }
 
 
 def add_stats(total: RolloutStats, parts: Sequence[RolloutStats]) -> None:

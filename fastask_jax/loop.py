@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 
 from fastask_jax._exit import resumable
-from fastask_jax.actor import Record, record
+from fastask_jax.actor import Record
 from fastask_jax.collect import CUT, Batches, Collected, Source
 from fastask_jax.distributed import Channel, Quiet, is_main
 from fastask_jax.learn import Objective, PackConfig, TrainState, TrainStep, pack, results
 from fastask_jax.learn.checkpoint import Checkpointer
 from fastask_jax.model import check_finite
 from fastask_jax.model.lora import fingerprint
+from fastask_jax.policies.base import record
 from fastask_jax.report import metrics as names
 from fastask_jax.report.jsonl import JsonLines, plain
 from fastask_jax.report.metrics import MetricsWriter, eval_values, read_metrics
