@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from envs.fast_ask.tools import TOOLS
 from experiments.config import (
     Interrupted,
     check_place,
@@ -34,8 +35,9 @@ from experiments.config import (
     run_main,
     save_config,
 )
-from experiments.fast_ask import PRESET_CONFIGS, Built, Config, build
+from experiments.fast_ask import PRESET_CONFIGS, Config, environments, load
 from fastask_jax import __version__
+from fastask_jax.actor import Actor
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy
 from fastask_jax.evaluation.play import Ended, Job, Outcome, Player, finish
 from fastask_jax.evaluation.players import remote_player, script_player
@@ -58,6 +60,7 @@ from fastask_jax.report.comparison_tables import page, partial_lines, text
 from fastask_jax.report.jsonl import plain
 from fastask_jax.report.summary import write_summary
 from fastask_jax.report.tables import group_table
+from fastask_jax.rollout.engine import Engine
 from fastask_jax.rollout.scheduler import rollout
 
 TRAINED = "trained"  # stands for the checkpoints in --policies
@@ -261,9 +264,9 @@ def fingerprint(source: Path) -> str:
 class EnginePlayer:
     """Our engine as a player: as many episodes at a time as it has slots."""
 
-    def __init__(self, built: Built, temperature: float, warm_up: Sequence[Any]) -> None:
-        self._built, self._warm_up = built, list(warm_up)
-        self._config = replace(built.actor.config, temperature=temperature)
+    def __init__(self, actor: Actor, params: Any, temperature: float, warm_up: list[Any]) -> None:
+        self._actor, self._params, self._warm_up = actor, params, warm_up
+        self._config = replace(actor.config, temperature=temperature)
 
     def play(self, jobs: Sequence[Job], ended: Ended) -> None:
         """What a rollout samples depends on weights, task and its number alone; number 0 is the
@@ -278,28 +281,46 @@ class EnginePlayer:
             )
 
     def _rollout(self, tasks: Sequence[Any], seed: str, on_finish: Any) -> None:
-        actor = self._built.actor
+        actor = self._actor
         rollout(
-            actor.engine, self._built.params, 0, tasks, 1, actor.pool, actor.chat,
+            actor.engine, self._params, 0, tasks, 1, actor.pool, actor.chat,
             seed=seed, config=self._config, tools=actor.tools, on_finish=on_finish,
         )  # fmt: skip
 
 
-@contextmanager
-def opened(config: EvaluateConfig, chosen: Chosen) -> Iterator[Player]:
-    """The policy's player, which ends with the block."""
-    run = chosen.run
-    if chosen.remote is not None:
-        concurrency = config.remote.concurrency
-        with remote_player(chosen.remote, run.env, run.sandbox, concurrency) as threads:
-            yield threads
-    elif chosen.spec.kind in ("base", "checkpoint"):
-        warm_up = run.tasks.stream("train").take(config.warm_up)
-        with build(run) as built:
-            yield EnginePlayer(built, chosen.setup["temperature"], warm_up)
-    else:
-        with script_player(chosen.spec.kind, run.tasks.scale, run.env, run.sandbox) as threads:
-            yield threads
+class Players:
+    """Opens policies one after another.  The engine of the last one is kept: weights of the same
+    shape go on with it, without compiling anew."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        self._config = config
+        self._shape: Any = None
+        self._engine: Engine | None = None
+
+    @contextmanager
+    def open(self, chosen: Chosen) -> Iterator[Player]:
+        """The policy's player, which ends with the block."""
+        run, kind = chosen.run, chosen.spec.kind
+        if chosen.remote is not None:
+            at_a_time = self._config.remote.concurrency
+            with remote_player(chosen.remote, run.env, run.sandbox, at_a_time) as threads:
+                yield threads
+        elif kind in ("base", "checkpoint"):
+            model, params, chat = load(run)
+            warm_up = run.tasks.stream("train").take(self._config.warm_up)
+            with environments(run) as pool:
+                engine = self._engine_for(model, run.engine, chat.stop_id)
+                actor = Actor(engine, chat, pool, TOOLS, run.rollout)
+                yield EnginePlayer(actor, params, chosen.setup["temperature"], warm_up)
+        else:
+            with script_player(kind, run.tasks.scale, run.env, run.sandbox) as threads:
+                yield threads
+
+    def _engine_for(self, *shape: Any) -> Engine:
+        if self._engine is None or self._shape != shape:
+            self._engine = None  # its memory first
+            self._shape, self._engine = shape, Engine(*shape)
+        return self._engine
 
 
 def evaluate(config: EvaluateConfig) -> tuple[dict[str, Any], dict[str, list[Record]]]:
@@ -318,7 +339,8 @@ def evaluate(config: EvaluateConfig) -> tuple[dict[str, Any], dict[str, list[Rec
         store = RecordStore(config.run_dir, named, settings_of(config), setups)
         with store:
             save_config(config, config.run_dir)
-            outcomes = {c.spec.name: _play(config, c, tasks, store) for c in policies}
+            players = Players(config)
+            outcomes = {c.spec.name: _play(config, players, c, tasks, store) for c in policies}
             ids = [task.id for task in tasks]
             records = {name: store.of(name, ids, config.rollouts) for name in setups}
     evaluation = write_results(config, named, records, outcomes, time.monotonic() - began)
@@ -338,7 +360,11 @@ def settings_of(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _play(
-    config: EvaluateConfig, chosen: Chosen, tasks: Sequence[Any], store: RecordStore
+    config: EvaluateConfig,
+    players: Players,
+    chosen: Chosen,
+    tasks: Sequence[Any],
+    store: RecordStore,
 ) -> Outcome:
     name, ids = chosen.spec.name, [task.id for task in tasks]
     missing = store.missing(name, ids, config.rollouts)
@@ -358,7 +384,7 @@ def _play(
             print(f"  {name}: {done} of {whole}", flush=True)
 
     jobs = [(tasks[place], number) for place, number in missing]
-    with opened(config, chosen) as player:
+    with players.open(chosen) as player:
         return finish(player, jobs, keep, config.attempts)
 
 

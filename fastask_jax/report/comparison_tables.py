@@ -41,7 +41,7 @@ def about(evaluation: Mapping[str, Any]) -> str:
     tasks = evaluation["tasks"]
     return (
         f"Task set `{tasks['digest']}`: {tasks['count']} {tasks['split']} tasks, scale "
-        f"{tasks['scale']}, seed {tasks['seed']}. {_rollouts(evaluation)}."
+        f"{tasks['scale']}, seed {tasks['seed']}. {_rollouts(evaluation).capitalize()}."
     )
 
 
