@@ -33,6 +33,7 @@ REQUIRES = [
     "jinja2>=3.1,<4",
     "openpyxl>=3.1.5,<3.2",
     "numpy>=2.0,<3",
+    "scipy>=1.14,<2",
     "jaxtyping>=0.3.11,<0.4",
     "matplotlib>=3.9,<4",
     "tqdm>=4.66,<5",

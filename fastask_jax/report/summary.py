@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastask_jax.report.intervals import share_interval
 from fastask_jax.report.jsonl import plain
 from fastask_jax.report.stats import mean, wilson
 
@@ -21,10 +22,10 @@ Record = Mapping[str, Any]
 def summarize(records: Sequence[Record]) -> dict[str, Any]:
     """The summary of one policy's episode records.
 
-    exact_match with its 95 % Wilson interval (low, high), mean_reward, turns and turns_correct
-    (means; the latter over correct episodes, None without one), cells read and seconds per
-    episode (means), tasks (count), parts (mean of each reward part), and the exact match of each
-    family, type and difficulty.  Raises ValueError on no records.
+    exact_match with its 95 % interval (low, high; see `exact_match`), mean_reward, turns and
+    turns_correct (means; the latter over correct episodes, None without one), cells read and
+    seconds per episode (means), tasks and rollouts (counts), parts (mean of each reward part), and
+    the exact match of each family, type and difficulty.  Raises ValueError on no records.
     """
     if not records:
         raise ValueError("no episodes to summarize")
@@ -40,7 +41,8 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         "turns_correct": mean(r["turns"] for r in right) if right else None,
         "cells": mean(r["cells"] for r in records),
         "seconds": mean(r["seconds"] for r in records),
-        "tasks": len(records),
+        "tasks": len(by_task(records)),
+        "rollouts": len(records),
         "parts": {p: mean(float(r["parts"].get(p, 0.0)) for r in records) for p in parts},
         "by_family": _by("family", records),
         "by_type": _by("type", records),
@@ -48,11 +50,25 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def by_task(records: Iterable[Record]) -> list[list[Record]]:
+    """The rollouts of each task, in order of first appearance; a record that names no task is a
+    task of its own."""
+    found: dict[Any, list[Record]] = {}
+    for place, record in enumerate(records):
+        found.setdefault(record.get("task", place), []).append(record)
+    return list(found.values())
+
+
 def exact_match(records: Sequence[Record]) -> tuple[float, float, float]:
-    """Share of correct episodes and its 95 % interval (low, high)."""
-    right = sum(bool(r["correct"]) for r in records)
-    low, high = wilson(right, len(records))
-    return (right / len(records) if records else 0.0), low, high
+    """Share of correct episodes and its 95 % interval (low, high): Wilson's with one rollout a
+    task; with several, those of one task don't count as independent."""
+    tasks = by_task(records)
+    right = [sum(bool(r["correct"]) for r in rollouts) for rollouts in tasks]
+    if len(tasks) == len(records):
+        low, high = wilson(sum(right), len(records))
+    else:
+        low, high = map(float, share_interval(right, [len(rollouts) for rollouts in tasks]))
+    return (sum(right) / len(records) if records else 0.0), low, high
 
 
 def groups(key: str, records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -67,7 +83,7 @@ def _by(key: str, records: Sequence[Record]) -> dict[str, dict[str, float]]:
     out = {}
     for name, found in sorted(groups(key, records).items()):
         exact, low, high = exact_match(found)
-        out[name] = {"exact_match": exact, "low": low, "high": high, "tasks": len(found)}
+        out[name] = {"exact_match": exact, "low": low, "high": high, "tasks": len(by_task(found))}
     return out
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastask_jax.report.stats import mean
-from fastask_jax.report.summary import Record, exact_match, groups, summarize
+from fastask_jax.report.summary import Record, by_task, exact_match, groups, summarize
 
 BLIND = "blind"
 # The policy whose lead over blind the group table shows, where it is there.
@@ -127,7 +127,7 @@ def group_table(policies: Mapping[str, Sequence[Record]]) -> Table:
         if compare:
             blind, leader = (_rate(chosen[n]) for n in (BLIND, LEADER))
             cells.append(_points(leader - blind))
-        rows.append((label, str(max(len(r) for r in chosen.values())), *cells))
+        rows.append((label, str(max(len(by_task(r)) for r in chosen.values())), *cells))
 
     def pick(key: str, value: str) -> dict[str, list[Record]]:
         return {n: groups(key, records).get(value, []) for n, records in policies.items()}

@@ -143,6 +143,12 @@ class Trajectory:
         """How many tokens the policy sampled."""
         return sum(span.end - span.start for span in self.spans if span.kind == REPLY)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens in front of each turn, as a server would count them that is sent the whole
+        conversation with every request."""
+        return sum(span.start for span in self.spans if span.kind == REPLY)
+
     def span_ids(self, span: Span) -> list[int]:
         return self._ids[span.start : span.end]
 
