@@ -88,6 +88,8 @@ def kept(played: Played) -> dict[str, Any]:
     if usages is not None:
         found["written_tokens"] = sum(usage.written for usage in usages)
         found["estimated"] = any(usage.estimated for usage in usages)
+    if not found["tokens"]:  # a script's; no model says nothing
+        found["tokens"] = None
     # What it costs is reckoned when it is shown, at the prices given then.
     found.pop("price", None)
     return found

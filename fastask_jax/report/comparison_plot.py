@@ -33,7 +33,7 @@ def plot_evaluation(evaluation: Mapping[str, Any], path: str | Path, *, title: s
         raise ValueError("no policy to draw")
     inks = {name: _INKS[place % len(_INKS)] for place, name in enumerate(names)}
     groups = rows_of(evaluation)
-    row = max(_ROW * 0.62, 0.1 * len(names) + 0.1)
+    row = max(_ROW * 0.62, 0.07 * len(names) + 0.1)
     top, below = 1.0 + _ROW * len(names), 0.9 + row * len(groups)
     figure = Figure(figsize=(10, top + below + 0.7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(top, below), width_ratios=(1.15, 1))
@@ -79,8 +79,9 @@ def _differences(axes: Axes, evaluation: Mapping[str, Any], inks: Mapping[str, s
         _bar(axes, middle, low, high, place, inks[name], size=7, hollow=pair["noise"])
         told = f"{100 * middle:+.1f}" + (", inside the noise" if pair["noise"] else "")
         axes.annotate(
-            told, (middle, place), (0, 8), textcoords="offset points", ha="center", fontsize=9
-        )
+            told, (middle, place), (0, 8), textcoords="offset points", ha="center", fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
     axes.axvline(0, color="#555555", linewidth=1)
     if reference in places:
         axes.annotate(
