@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import socket
 import time
 from itertools import groupby
 
@@ -226,6 +227,18 @@ def test_weights_come_from_their_folder_alone(client, weights, tmp_path):
     assert client.get("/v1/models").json()["data"][0]["version"] != 9
 
 
+def test_a_path_that_is_no_utf_8_is_refused(client):
+    body = b'{"version": 6, "path": "a\\udc80b"}'
+    answer = client.post(WEIGHTS, content=body, headers=JSON)
+    assert answer.status_code == 400 and "a\\udc80b" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-37, 1e-300])
+def test_a_tiny_temperature_is_nearly_greedy(client, temperature):
+    greedy = ask(client, order(0, temperature=0))
+    assert ask(client, order(0, temperature=temperature))["ids"] == greedy["ids"]
+
+
 def test_a_client_that_goes_frees_its_slot(client):
     cancelled = 'fastask_requests_total{ended="cancelled"}'
     before = metric(client, cancelled)
@@ -373,6 +386,21 @@ def test_the_key_and_the_end(tmp_path):
         code = server.process.wait(60)
         server.reader.join(10)
         assert (code, "".join(server.said)) == (0, "")
+
+
+def test_bodies_that_never_end_hold_up_no_end():
+    """They are refused; nothing waits for the deadline, and there is no traceback."""
+    with serving("--slots", 1, "--max-len", 256, "--grace", 20) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            time.sleep(0.3)
+            began = time.monotonic()
+            assert server.end() == (0, "")
+            assert time.monotonic() - began < 15
+            slow.settimeout(10)
+            assert slow.recv(1000).startswith(b"HTTP/1.1 503 ")
 
 
 BROKEN = """
