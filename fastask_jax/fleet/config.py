@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+# Options of one place alone.
+_OF_PLACE = {
+    "ray": ("ray_address", "ray_resources"),
+    "http": ("servers", "weights_dir", "api_key_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,12 @@ class FleetConfig:
                 f'fleet.place is "thread", "process", "ray" or "http", not {self.place!r}'
             )
         self.ray_request()  # checks the form
+        for place, names in _OF_PLACE.items():
+            for name in names if self.place != place else ():
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"fleet.{name} is for fleet.place={place}: give that too, or leave it out"
+                    )
         self._check_servers()
         for name in ("patience", "silence", "retry"):
             if not getattr(self, name) > 0:
@@ -67,8 +80,6 @@ class FleetConfig:
 
     def _check_servers(self) -> None:
         if self.place != "http":
-            if self.servers:
-                raise ValueError("fleet.servers are for fleet.place=http: give that too")
             return
         if not self.servers:
             raise ValueError(
@@ -103,7 +114,7 @@ class FleetConfig:
                 request[name.strip()] = float(amount)
             except ValueError:
                 name = ""
-            if not name.strip() or not request[name.strip()] > 0:
+            if not name.strip() or not 0 < request[name.strip()] < math.inf:
                 raise ValueError(
                     f"fleet.ray_resources are NAME=AMOUNT with amounts above 0, not {text!r}"
                 )
