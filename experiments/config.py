@@ -16,11 +16,13 @@ positional arguments, lists of configs and unions of configs: an experiment need
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import difflib
 import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import typing
@@ -335,4 +337,7 @@ def run_main(
     """Runs an experiment's `main(argv)` and exits: 0 done, 1 failed, 2 wrong usage, 130
     interrupted.  Errors are one line on stderr; `--debug true` adds the traceback."""
     debug, words = _exit.take_debug(sys.argv[1:] if argv is None else argv)
-    sys.exit(_exit.run(lambda: main(words), debug))
+    code = _exit.run(lambda: main(words), debug)
+    # Nothing is left to save: Ctrl-C while libraries clean up ends the process, and no traceback.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)

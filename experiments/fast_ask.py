@@ -141,6 +141,10 @@ class Config:
                 "with fleet.place=http servers read whole weights, and merged adapters round "
                 "otherwise than the learner's: leave lora.rank out"
             )
+        if self.mode == "sync" and self.fleet != FleetConfig():
+            raise ValueError(
+                "the options of fleet are for mode async: give --mode async, or leave them out"
+            )
         if self.rollout_mesh != MeshConfig() and self.distributed != DistributedConfig():
             raise ValueError(
                 "rollout_mesh is for one learner process: with several, each samples on one device"
@@ -319,6 +323,8 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
             return
         links: list[Link] = []
         if config.fleet.place == "http":
+            if config.fleet.api_key_file is not None:
+                read_key(config.fleet.api_key_file)  # its errors now, not on a replica's thread
             root = config.fleet.weights_dir or config.run_dir / "weights"
             # As they are: what samples is what learns.
             folder = stack.enter_context(

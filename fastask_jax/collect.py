@@ -201,7 +201,7 @@ class Asynchronous:
             patience=config.patience, silence=config.silence, restarts=config.restarts,
         )  # fmt: skip
         self._begun = False
-        self._usage: list[Usage | None] = [None] * len(links)
+        self._usage: list[tuple[int, Usage | None]] = [(0, None)] * len(links)
         self._counts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -250,10 +250,12 @@ class Asynchronous:
 
     def state(self) -> dict[str, Any]:
         """The ledger with the groups that wait; those under way begin again in a resumed run."""
-        return {"ledger": self.fleet.state(to_json)}
+        return {"ledger": self.fleet.state(to_json), "told": dict(self._counts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.fleet.restore(state["ledger"], from_json)
+        # Else the first step would tell of all those before it.  Older checkpoints lack it.
+        self._counts = dict(state.get("told", state["ledger"]["counts"]))
 
     def _count_values(self) -> dict[str, float]:
         counts, waiting, under_way = self.fleet.counts()
@@ -269,10 +271,10 @@ class Asynchronous:
         """What the replicas have done since this was asked last."""
         total, idle, before = RolloutStats(), 0.0, self._usage
         self._usage = self.fleet.usage()
-        for then, now in zip(before, self._usage, strict=True):
+        for (life, then), (life_now, now) in zip(before, self._usage, strict=True):
             if now is None:
                 continue
-            if then is None or then.seconds > now.seconds:  # it was started anew
+            if then is None or life != life_now:  # it was started anew
                 then = Usage(0.0, 0.0, 0, RolloutStats())
             add_stats(total, [now.stats.minus(then.stats)])
             idle += now.idle_seconds - then.idle_seconds

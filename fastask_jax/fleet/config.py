@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+# Options of one place alone.
+_OF_PLACE = {
+    "ray": ("ray_address", "ray_resources", "ray_pools"),
+    "http": ("servers", "weights_dir", "api_key_file"),
+}
+
 
 @dataclass(frozen=True)
 class FleetConfig:
@@ -65,8 +71,12 @@ class FleetConfig:
             )
         for field in ("ray_resources", "ray_pools"):
             self.ray_request(field)  # checks the form
-        if self.ray_pools and self.place != "ray":
-            raise ValueError("fleet.ray_pools are for fleet.place=ray: give that too")
+        for place, names in _OF_PLACE.items():
+            for name in names if self.place != place else ():
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"fleet.{name} is for fleet.place={place}: give that too, or leave it out"
+                    )
         self._check_servers()
         for name in ("patience", "silence", "retry"):
             if not getattr(self, name) > 0:
@@ -74,8 +84,6 @@ class FleetConfig:
 
     def _check_servers(self) -> None:
         if self.place != "http":
-            if self.servers:
-                raise ValueError("fleet.servers are for fleet.place=http: give that too")
             return
         if not self.servers:
             raise ValueError(

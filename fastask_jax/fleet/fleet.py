@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from fastask_jax.fleet.ledger import Finished, Ledger
 from fastask_jax.fleet.links import Link
-from fastask_jax.fleet.replica import Begin, Broken, Cancel, News, Sampled, Usage, Weights
+from fastask_jax.fleet.replica import Begin, Broken, Cancel, News, Sampled, Stop, Usage, Weights
 from fastask_jax.rollout.transcript import Trajectory
 
 # How often dead replicas are looked for (seconds).
@@ -103,19 +103,29 @@ class Fleet:
         try:
             self.start()
         except BaseException:
-            self._stop()
+            self._end()
             raise
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._news.put(None)
-        self._thread.join()
-        self._stop()
+        self._end()
 
-    def _stop(self) -> None:
-        for member in self._members:
-            member.link.stop()
+    def _end(self) -> None:
+        """Ends the replicas in order.  A second Ctrl-C waits for none of them, but leaves none
+        either: this process couldn't end before its children."""
+        try:
+            if self._thread.ident is not None:
+                self._thread.join()
+            for member in self._members:  # side by side
+                member.link.send(Stop())
+            for member in self._members:
+                member.link.stop()
+        except BaseException:
+            for member in self._members:
+                member.link.stop(0.0)
+            raise
 
     def publish(self, version: int, params: Any) -> None:
         """Gives all replicas the weights of a version; they are the caller's again on return."""
@@ -208,10 +218,10 @@ class Fleet:
                 trajectory.task = task
         self.ledger.restore({**state, "waiting": waiting})
 
-    def usage(self) -> list[Usage | None]:
-        """What each replica has told last, since it was last started."""
+    def usage(self) -> list[tuple[int, Usage | None]]:
+        """How often each replica was started, and what it has told last, since the last start."""
         with self._changed:
-            return [member.usage for member in self._members]
+            return [(member.life, member.usage) for member in self._members]
 
     def waits(self) -> str:
         """Who waits for whom, in one line."""
@@ -280,8 +290,8 @@ class Fleet:
             self._spent += 1
             if self._spent > self._restarts:
                 self._failure = RuntimeError(
-                    f"{member.link.name} has died or hung, the {self._spent}th loss of a replica "
-                    "since the last batch: see its output above"
+                    f"{member.link.name} has died or hung, loss {self._spent} of a replica since "
+                    "the last batch (fleet.restarts): see its output above"
                 )
                 return
             lost, member.begun = member.begun, {}

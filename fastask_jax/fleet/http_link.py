@@ -72,9 +72,6 @@ class WeightsFolder:
 
     def __enter__(self) -> Self:
         self._root.mkdir(parents=True, exist_ok=True)
-        for left in self._root.iterdir():  # by a run that was killed
-            if re.fullmatch(r"\d{6,}", left.name):
-                shutil.rmtree(left)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -82,7 +79,12 @@ class WeightsFolder:
             self._last.drop()
 
     def write(self, params: Any) -> Written:
-        """Weights of the next version."""
+        """Weights of the next version.  The first one's writer has the run directory for itself,
+        so what others have left there belongs to a run that was killed."""
+        if not self._count:
+            for left in self._root.iterdir():
+                if re.fullmatch(r"0\d{5}", left.name):
+                    shutil.rmtree(left)
         self._count += 1
         folder = self._root / f"{self._count:06d}"
         self._save(folder, params)

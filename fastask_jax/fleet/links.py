@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -160,6 +161,7 @@ def _run(factory: str, settings: Any, pipe: Connection) -> None:
     """The body of a replica's process."""
     # Ctrl-C reaches all processes of a terminal; the learner's, which knows what to save, ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_learner, name="learner", daemon=True).start()
 
     def receive(timeout: float) -> Sequence[Order]:
         found: list[Order] = []
@@ -177,6 +179,15 @@ def _run(factory: str, settings: Any, pipe: Connection) -> None:
             pass  # `receive` will see it
 
     serve_made(factory, settings, receive, tell)
+
+
+def _end_with_learner() -> None:
+    """Ends this process when the learner's is gone, also while it compiles and reads no orders;
+    its environments end with it."""
+    learner = multiprocessing.parent_process()
+    assert learner is not None
+    learner.join()
+    os._exit(1)
 
 
 def serve_made(

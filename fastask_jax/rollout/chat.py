@@ -6,9 +6,9 @@ what the chat template puts between that turn's stop token and the model's next 
 found by rendering differences of the tokenizer's own template, and the construction of a
 `ChatFormat` proves on a probe conversation that the template is append-only.
 
-Text inside a message can never turn into a special token: contents are encoded with a copy of
-the tokenizer that has no added tokens, so a tool result that spells out "<|im_end|>" is just
-text.  Parsing what the model wrote lives in `fastask_jax.rollout.toolcalls`.
+Text inside a message or a tool's schema can never turn into a special token: contents are
+encoded with a copy of the tokenizer that has no added tokens, so a tool result that spells out
+"<|im_end|>" is just text.  Parsing what the model wrote lives in `fastask_jax.rollout.toolcalls`.
 """
 
 from __future__ import annotations
@@ -199,14 +199,17 @@ class ChatFormat:
         """The template's text, and the guard character that breaks up special-token text in
         contents (empty when none was needed)."""
         plain = [_as_dict(m) for m in messages]
+        schemas = [_as_schema(tool) for tool in tools or ()]
         guard = ""
-        if any(self._split.search(text) for text in _strings(plain)):
-            guard = _unused_character(_strings(plain))
-            plain = [_map_strings(m, lambda text: self._break_up(text, guard)) for m in plain]
+        if any(self._split.search(text) for text in _strings([plain, schemas])):
+            guard = _unused_character(_strings([plain, schemas]))
+            plain, schemas = _map_strings(
+                [plain, schemas], lambda text: self._break_up(text, guard)
+            )
         try:
             text = self.tokenizer.apply_chat_template(
                 plain,
-                tools=[_as_schema(tool) for tool in tools] if tools else None,
+                tools=schemas or None,
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self._options,

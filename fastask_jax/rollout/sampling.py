@@ -41,10 +41,12 @@ def sample(
     """
     temperature = jnp.reshape(temperature, (-1, 1))
     greedy = temperature == 0
-    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)
-    best = jnp.argmax(scaled, axis=-1)
-    # Shifted by the maximum for range; the sum of weights is then also the normalizer.
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    logits = logits.astype(jnp.float32)
+    best = jnp.argmax(logits, axis=-1)
+    # Shifted by the maximum for range; the sum of weights is then also the normalizer.  Before
+    # they are scaled: the maximum is then exactly 0 at any temperature, however small.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(greedy, 1.0, temperature)
     weights = jnp.exp(scaled)
     total = jnp.sum(weights, axis=-1)
     tokens = jnp.where(greedy[:, 0], best, _draw(weights, _uniform(keys, positions)))

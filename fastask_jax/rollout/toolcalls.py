@@ -32,6 +32,8 @@ HOW_TO_CALL = f"""To call one, write its name and arguments like this; the resul
 {CLOSE}"""
 MAX_CALLS = 16
 MAX_NAME = 128
+# Of lists and objects in each other.  Python reads deeper ones than it can pickle.
+MAX_DEPTH = 64
 
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -172,12 +174,19 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type", ())
-    types = {declared} if isinstance(declared, str) else set(declared)
-    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _types(option)
+    """The types that a schema names.  It may be a stranger's: what makes no sense says nothing."""
+    types: set[str] = set()
+    left = [schema]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, dict):
+            continue
+        declared = schema.get("type")
+        names = declared if isinstance(declared, list) else [declared]
+        types.update(name for name in names if isinstance(name, str))
+        for key in ("anyOf", "oneOf"):
+            options = schema.get(key)
+            left.extend(options if isinstance(options, list) else ())
     return types
 
 
@@ -204,6 +213,8 @@ def _loads(text: str) -> Any:
 def _decode(text: str, start: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, start)
+        if _is_deep(value):
+            raise _Malformed("the JSON is nested too deeply")
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
         return value, end
     except UnicodeEncodeError:
@@ -214,6 +225,21 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
         raise _Malformed("the JSON is nested too deeply") from None
     except ValueError:
         raise _Malformed("the JSON holds a number that is no number or too long") from None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner.extend(one.values())
+            elif isinstance(one, list):
+                inner.extend(one)
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def _refuse_constant(name: str) -> Any:

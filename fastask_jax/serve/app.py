@@ -28,9 +28,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Params
@@ -48,6 +47,7 @@ from fastask_jax.serve.service import (
     Stopping,
     Ticket,
 )
+from fastask_jax.serve.streams import EventStream, expire, timed
 from fastask_jax.serve.uploads import read_upload
 
 _KINDS = {
@@ -59,6 +59,9 @@ _KINDS = {
 }
 # The status of an answer that nobody reads, as servers log it.
 _GONE = 499
+# How much longer than a request may take its last event, which may be that it was too long, waits
+# for a reader (seconds).
+_PATIENCE = 5.0
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -89,9 +92,9 @@ class Served:
 
 
 def make_app(served: Served) -> Starlette:
-    """The application; its service has been started."""
+    """The application; its service has been started.  `state.routes` are its `Routes`."""
     routes = Routes(served)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/inference/v1/generate", routes.guarded(routes.generate), methods=["POST"]),
             Route("/v1/chat/completions", routes.guarded(routes.chat), methods=["POST"]),
@@ -103,6 +106,8 @@ def make_app(served: Served) -> Starlette:
         ],
         exception_handlers={HTTPException: _no_route},
     )
+    app.state.routes = routes
+    return app
 
 
 class Routes:
@@ -113,6 +118,8 @@ class Routes:
         self._metrics = Metrics(served.service, served.asks)
         self._began = int(time.time())
         self._open = 0
+        self._reads: set[asyncio.Timeout] = set()
+        self._streams: set[asyncio.Timeout] = set()
         self._loading = asyncio.Lock()
 
     def guarded(self, handler: Handler) -> Handler:
@@ -129,6 +136,14 @@ class Routes:
                 return error_response(refused)
 
         return guarded
+
+    def end_reads(self) -> None:
+        """Bodies that aren't whole yet are refused: the service takes no orders any more."""
+        expire(self._reads)
+
+    def end_streams(self) -> None:
+        """Nobody waits any longer for those who don't read what they have asked for."""
+        expire(self._streams)
 
     def _check_key(self, request: Request) -> None:
         if self.served.api_key is None:
@@ -245,9 +260,10 @@ class Routes:
             )  # fmt: skip
         self._open += 1
         try:
-            async with asyncio.timeout_at(until):
+            async with timed(until, self._reads):
                 return await read_json(request, self.served.limits.body)
         except TimeoutError:
+            self.service.check_alive()
             raise Refused(408, "the body took too long: send it faster or send less") from None
         finally:
             self._open -= 1
@@ -320,7 +336,7 @@ class Routes:
                     raise
                 yield f"data: {json.dumps(error_body(refused))}\n\n"
 
-        return _EventStream(lines(), stack)
+        return EventStream(lines(), stack, lambda: timed(until + _PATIENCE, self._streams))
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -373,20 +389,6 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events; what `stack` holds ends with them, also where nobody has read any."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, lines: AsyncIterator[str], stack: AsyncExitStack) -> None:
-        super().__init__(lines, headers={"Cache-Control": "no-store"})
-        self._stack = stack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._stack:
-            await super().__call__(scope, receive, send)
-
-
 async def _events(ticket: Ticket, pieces: AsyncIterator[Piece]) -> AsyncIterator[Any]:
     count = 0
     async for piece in pieces:
@@ -435,9 +437,11 @@ def as_refused(error: Exception) -> Refused | None:
 
 def error_body(refused: Refused) -> dict[str, Any]:
     kind = _KINDS.get(refused.status, "server_error" if refused.status >= 500 else _KINDS[400])
+    # Half a surrogate pair, as a path or a name may hold, is no UTF-8.
+    text = str(refused).encode("utf-8", "backslashreplace").decode("utf-8")
     return {
         "error": {
-            "message": str(refused), "type": kind, "param": refused.field, "code": refused.status
+            "message": text, "type": kind, "param": refused.field, "code": refused.status
         }
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ from fastask_jax.model import check_finite, load_params
 from fastask_jax.model.tokenizers import load_tokenizer
 from fastask_jax.rollout.chat import ChatFormat
 from fastask_jax.rollout.engine import Engine, EngineConfig, Params
-from fastask_jax.serve.app import Served, make_app
+from fastask_jax.serve.app import Routes, Served, make_app
 from fastask_jax.serve.asks import AskLimits, Asks
 from fastask_jax.serve.bodies import Limits
 from fastask_jax.serve.service import Service
@@ -164,9 +164,11 @@ class _Server(uvicorn.Server):
         self.signal: int | None = None
         # What is wrong with a client's form is told to that client.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+        app = make_app(served)
+        self._routes: Routes = app.state.routes
         super().__init__(
             uvicorn.Config(
-                make_app(served),
+                app,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -195,6 +197,11 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
+    def _abort(self) -> None:
+        self._service.abort()
+        # The last event is on its way to those who read.
+        asyncio.get_running_loop().call_later(1.0, self._routes.end_streams)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.signal = self.signal or sig
@@ -202,7 +209,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()
-        limit = asyncio.get_running_loop().call_later(self._settings.grace, self._service.abort)
+        self._routes.end_reads()
+        limit = asyncio.get_running_loop().call_later(self._settings.grace, self._abort)
         try:
             await super().shutdown(sockets)
         finally:

@@ -3,6 +3,8 @@
 import dataclasses
 import errno
 import math
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -340,6 +342,26 @@ def test_a_real_process_exits_2_with_one_line(tmp_path) -> None:
     assert bad.stderr == (
         "error: unknown field --batches; did you mean --batch? (--help lists every field)\n"
     )
+
+
+def test_an_interrupt_while_the_process_ends_is_no_traceback(tmp_path) -> None:
+    script = tmp_path / "slow_to_end.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import atexit, signal, time
+            atexit.register(lambda: (signal.raise_signal(signal.SIGINT), time.sleep(60)))
+            from experiments.config import run_main
+            run_main(lambda argv: 0)
+            """
+        )
+    )
+    root = str(Path(__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 def test_help_comes_from_docstrings_where_a_field_has_none() -> None:

@@ -50,7 +50,7 @@ def test_a_run_on_threads(tmp_path):
         assert all(line[name] >= 0 for line in lines[1:])
     assert (config.run_dir / "utilisation.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match=r"mode=async \(now sync\)"):
-        train(replace(config, mode="sync", resume=True))
+        train(replace(config, mode="sync", fleet=FleetConfig(), resume=True))
 
 
 def children(pid: int) -> list[int]:
@@ -117,7 +117,7 @@ def test_nonsense_is_refused():
         (["--fleet.replicas", "0"], "fleet.replicas must be at least 1"),
         (["--fleet.place", "moon"], 'fleet.place is "thread", "process", "ray" or "http"'),
         (["--fleet.place", "http"], "needs fleet.servers"),
-        (["--fleet.servers", "http://127.0.0.1:1"], "for fleet.place=http"),
+        (["--fleet.servers", "http://127.0.0.1:1"], "fleet.servers is for fleet.place=http"),
         ([*HTTP, "127.0.0.1:1"], "addresses such as http://127.0.0.1:8000, not '127.0.0.1:1'"),
         ([*HTTP, "http://127.0.0.1:1/v1"], "addresses such as"),
         ([*HTTP, "http://127.0.0.1:x"], "addresses such as"),
@@ -129,6 +129,12 @@ def test_nonsense_is_refused():
         (["--fleet.ray-resources", "CPU=1,GPU"], "fleet.ray_resources are NAME=AMOUNT"),
         (["--fleet.ray-resources", "CPU=-1"], "amounts above 0, not 'CPU=-1'"),
         (["--fleet.ray-resources", "=2"], "not '=2'"),
+        (["--fleet.ray-resources", "CPU=inf"], "not 'CPU=inf'"),
+        (["--fleet.ray-address", "127.0.0.1:1"], "fleet.ray_address is for fleet.place=ray"),
+        (["--fleet.ray-resources", "CPU=2"], "fleet.ray_resources is for fleet.place=ray"),
+        (["--fleet.weights-dir", "weights"], "fleet.weights_dir is for fleet.place=http"),
+        (["--fleet.api-key-file", "key"], "fleet.api_key_file is for fleet.place=http"),
+        (["--fleet.replicas", "2"], "the options of fleet are for mode async"),
         (["--mode", "async", "--distributed.auto", "true"], "one learner process"),
     ]:
         with pytest.raises(UsageError, match=said):

@@ -1,17 +1,24 @@
-"""A replica's process that lives and says nothing."""
+"""Replicas that live and say nothing, die, or outlive their learner; and what is told of them."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from fastask_jax.collect import Asynchronous, Batches
+from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.fleet.fleet import Fleet, Stalled
 from fastask_jax.fleet.ledger import Ledger
 from fastask_jax.fleet.links import ProcessLink
-from fastask_jax.fleet.replica import Begin, Ended, Sampled
+from fastask_jax.fleet.replica import Begin, Ended, Sampled, Stop, Usage
 from fastask_jax.rollout.scheduler import RolloutStats
 from fastask_jax.rollout.transcript import Trajectory
 
@@ -105,3 +112,112 @@ def test_it_is_stopped_and_another_does_its_work():
         assert second.oldest == 1
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class Stubborn(Deaf):
+    """A link that takes its time to end, until it is told not to; Ctrl-C comes meanwhile."""
+
+    def __init__(self, interrupted=False):
+        self.orders, self.waits, self.interrupted = [], [], interrupted
+
+    def send(self, order):
+        self.orders.append(order)
+
+    def stop(self, timeout=30.0):
+        self.waits.append(timeout)
+        if timeout and self.interrupted:
+            raise KeyboardInterrupt
+
+
+def test_a_second_interrupt_leaves_no_replica_behind():
+    links = [Stubborn(), Stubborn(interrupted=True), Stubborn()]
+    with pytest.raises(KeyboardInterrupt), Fleet(links, Ledger(1), str, 1, "0", bool):
+        pass
+    assert all(isinstance(link.orders[-1], Stop) for link in links)
+    assert [link.waits for link in links] == [[30.0, 0.0], [30.0, 0.0], [0.0]]
+
+
+BUSY = """
+import sys, time
+from contextlib import contextmanager
+from pathlib import Path
+import os
+from fastask_jax.fleet.links import ProcessLink
+
+@contextmanager
+def make(settings):
+    Path(settings).write_text(str(os.getpid()))
+    time.sleep(600)  # as one that compiles, which reads no orders
+    yield
+
+if __name__ == "__main__":
+    ProcessLink("replica 0", "busy:make", sys.argv[1]).start(print)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_busy_ends_with_its_learner(tmp_path):
+    (tmp_path / "busy.py").write_text(BUSY)
+    pid_file = tmp_path / "pid"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    words = [sys.executable, str(tmp_path / "busy.py"), str(pid_file)]
+    learner = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths})
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), 120)
+    finally:
+        learner.kill()
+        learner.wait()
+    pid = int(pid_file.read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+
+
+def wait_until(what, seconds):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it didn't come to that"
+        time.sleep(0.05)
+
+
+def test_numbers_of_a_replica_begin_anew_with_its_life(monkeypatch):
+    batches = Batches(1, 1)
+    source = Asynchronous([Deaf()], str, None, FleetConfig(), None, batches)
+    told = [
+        (1, Usage(5.0, 1.0, 0, RolloutStats(sampled_tokens=100, decode_seconds=4.0))),
+        (2, Usage(8.0, 2.0, 0, RolloutStats(sampled_tokens=30, decode_seconds=3.0))),
+        (2, None),
+        (3, Usage(1.0, 0.5, 0, RolloutStats(sampled_tokens=7, decode_seconds=0.5))),
+    ]
+    found = []
+    for one in told:
+        monkeypatch.setattr(source.fleet, "usage", lambda one=one: [one])
+        values = source._usage_values()
+        found.append([values["tokens/sampled"], values["time/decode"], values["time/idle"]])
+    assert found == [[100, 4.0, 1.0], [30, 3.0, 2.0], [0, 0.0, 0.0], [7, 0.5, 0.5]]
+
+
+def test_a_resumed_run_tells_of_its_own_groups():
+    def make():
+        return Asynchronous([Deaf()], str, None, FleetConfig(), None, Batches(1, 1))
+
+    def end(source, signal=True):
+        ledger = source._ledger
+        number = ledger.begin()
+        ledger.sampled(number, ledger.version)
+        ledger.finish(number, [], signal)
+        return ledger
+
+    first = make()
+    for _ in range(3):
+        end(first).take()
+        end(first, signal=False)
+        first._ledger.updated()
+        values = first._count_values()
+        assert (values["rollout/taken"], values["rollout/dull"]) == (1, 1)
+    end(first, signal=False)  # between the step's numbers and the checkpoint
+    state = json.loads(json.dumps(first.state()))
+    second = make()
+    second.restore(state)
+    end(second).take()
+    values = second._count_values()
+    assert (values["rollout/taken"], values["rollout/dull"]) == (1, 1)

@@ -86,3 +86,13 @@ def test_each_slot_may_have_a_temperature_of_its_own():
         same, told = jitted(logits, keys(60), jnp.arange(60), temperature)
         np.testing.assert_array_equal(tokens[place::3], same[place::3])
         np.testing.assert_array_equal(logprobs[place::3], told[place::3])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-10, 1e-20, 1e-37])
+def test_a_tiny_temperature_takes_the_best(temperature):
+    """Compiled, the largest logit divided by it needn't be the largest quotient."""
+    logits = jax.random.normal(jax.random.key(0), (50, 300)) * 4
+    tokens, logprobs = jitted(logits, keys(50), jnp.arange(50), jnp.full(50, temperature))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0]
+    assert (logits.max(-1) - chosen < 20 * temperature).all()
+    assert np.isfinite(logprobs).all() and (np.asarray(logprobs) <= 0).all()

@@ -1,3 +1,4 @@
+import pickle
 import time
 
 import pytest
@@ -23,6 +24,10 @@ TOOLS = (
     ),
     ToolSpec("run_python", "", {"type": "object", "properties": {"code": {"type": "string"}}}),
 )
+
+
+# Python reads it, and can't pickle it for a worker.
+DEEP = "[" * 500 + "]" * 500
 
 
 def xml(name, **parameters):
@@ -102,6 +107,8 @@ def test_content_and_several_calls():
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "bad JSON"),
         ('<tool_call>{"name": 3}</tool_call>', '"name"'),
         ('<tool_call>{"a": ' + "[" * 100_000, "nested too deeply"),
+        (f'<tool_call>{{"name": "f", "arguments": {{"a": {DEEP}}}}}</tool_call>', "too deeply"),
+        (f'<tool_call>{{"name": "f", "arguments": "[{DEEP}]"}}</tool_call>', "too deeply"),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogate"),
     ],
 )
@@ -187,3 +194,33 @@ def test_never_raises(text):
     for call in calls:
         assert call.error is None or call.error.startswith("malformed tool call: ")
         assert call.error or call.name
+
+
+def test_values_that_are_read_can_be_sent_to_a_worker():
+    for depth in range(1, 1200):
+        text = "[" * depth + "]" * depth
+        content, calls = parse_reply_text(xml("read_ranges", ranges=text), TOOLS)
+        pickle.dumps((content, calls))
+    assert calls[0].arguments == {"ranges": text}  # as text, for the environment to refuse
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5}, {"type": None}, {"type": [["x"]]}, {"type": {"a": 1}}, {"anyOf": 5},
+        {"anyOf": {"a": 1}}, {"oneOf": None}, {"oneOf": [{"type": [None, 1]}]}, 7, None, "string",
+    ],
+)  # fmt: skip
+def test_a_schema_that_makes_no_sense_says_nothing(schema):
+    tools = (ToolSpec("f", "", {"properties": {"a": schema}}),)
+    _, [call] = parse_reply_text(xml("f", a="1"), tools)
+    assert call == ToolCall("f", {"a": "1"})
+
+
+def test_a_schema_may_be_nested_as_deeply_as_it_likes():
+    schema: dict = {"type": "integer"}
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    tools = (ToolSpec("f", "", {"properties": {"a": schema}}),)
+    _, [call] = parse_reply_text(xml("f", a="1"), tools)
+    assert call.arguments == {"a": 1}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import socket
 import time
 from itertools import groupby
 
@@ -226,6 +227,18 @@ def test_weights_come_from_their_folder_alone(client, weights, tmp_path):
     assert client.get("/v1/models").json()["data"][0]["version"] != 9
 
 
+def test_a_path_that_is_no_utf_8_is_refused(client):
+    body = b'{"version": 6, "path": "a\\udc80b"}'
+    answer = client.post(WEIGHTS, content=body, headers=JSON)
+    assert answer.status_code == 400 and "a\\udc80b" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-37, 1e-300])
+def test_a_tiny_temperature_is_nearly_greedy(client, temperature):
+    greedy = ask(client, order(0, temperature=0))
+    assert ask(client, order(0, temperature=temperature))["ids"] == greedy["ids"]
+
+
 def test_a_client_that_goes_frees_its_slot(client):
     cancelled = 'fastask_requests_total{ended="cancelled"}'
     before = metric(client, cancelled)
@@ -330,12 +343,16 @@ def test_no_bytes_break_the_server(client, content):
 
 
 def test_the_key_and_the_end(tmp_path, weights):
-    """Only who shows the key is served; after SIGTERM what runs ends, the rest gets 503."""
+    """Only who shows the key is served; after SIGTERM what runs ends, the rest gets 503, a body
+    that isn't whole included."""
     key = tmp_path / "key"
     key.write_text("secret-key\n")
     flags = ("--slots", 1, "--queue", 2, "--max-len", MAX_LEN, "--api-key-file", key)
     # Weights that hardly ever stop, so that the first still runs when the signal comes.
-    with serving("--checkpoint", weights[0] / "start", *flags) as server:
+    with (
+        serving("--checkpoint", weights[0] / "start", *flags) as server,
+        socket.socket() as slow,
+    ):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-key"}):
             for path in ("/v1/models", "/metrics"):
                 answer = httpx.get(server.url + path, headers=headers)
@@ -343,6 +360,13 @@ def test_the_key_and_the_end(tmp_path, weights):
             assert httpx.post(server.url + GENERATE, json={}, headers=headers).status_code == 401
         assert httpx.get(server.url + "/healthz").status_code == 200
         shown = {"authorization": "Bearer secret-key"}
+
+        host, port = server.url.removeprefix("http://").split(":")
+        slow.settimeout(20)
+        slow.connect((host, int(port)))
+        fields = [f"POST {GENERATE} HTTP/1.1", "Host: x", "Authorization: Bearer secret-key"]
+        fields += ["Content-Type: application/json", "Content-Length: 100", "", "{"]
+        slow.sendall("\r\n".join(fields).encode())
 
         async def run():
             async with httpx.AsyncClient(
@@ -371,6 +395,7 @@ def test_the_key_and_the_end(tmp_path, weights):
         assert [answer.status_code for answer in answers] == [200, 503, 503, 429], length
         assert len(answers[0].json()["ids"]) == length
         assert "shutting down" in answers[1].text and "wait already" in answers[3].text
+        assert slow.recv(1000).startswith(b"HTTP/1.1 503 ")
         code = server.process.wait(60)
         server.reader.join(10)
         assert (code, "".join(server.said)) == (0, "")
