@@ -34,7 +34,8 @@ STEPS = 8
 
 
 def commands():
-    found = re.findall(r"```bash\n(.*?)\n```", GUIDE, re.DOTALL)
+    section = GUIDE.split("\n## Servers as replicas\n")[1].split("\n## ")[0]
+    found = re.findall(r"```bash\n(.*?)\n```", section, re.DOTALL)
     assert len(found) == 4
     return [command.split() for command in found]
 
