@@ -45,11 +45,15 @@ def init_cache(cfg: ModelConfig, slots: int, max_len: int) -> Cache:
     return {"length": jnp.zeros(slots, jnp.int32), **blocks}
 
 
-def unstacked(cfg: ModelConfig, params: Params) -> list[Any]:
-    """The parameters of each block by itself, for `extend` in an unrolled config: a loop around it
-    that is given them doesn't cut them out of the stack at every turn."""
-    stacked = merge(cfg, params).stacked_blocks()[1]
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_blocks)]
+def unstacked(cfg: ModelConfig, params: Params) -> Params:
+    """Parameters whose "blocks" is a list, one block's by itself each: the form in which `extend`
+    of an unrolled config reads them, so that those that are in it already aren't cut out of the
+    stack at every call.  Such parameters come back as they are."""
+    stacked = params["blocks"]
+    if isinstance(stacked, list):
+        return params
+    blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_blocks)]
+    return {**params, "blocks": blocks}
 
 
 def extend(
@@ -58,13 +62,12 @@ def extend(
     cache: Cache,
     tokens: jax.Array,
     counts: jax.Array,
-    blocks: list[Any] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Slot s appends its first `counts[s]` tokens after the ones that it holds.
 
     Args:
       cfg: static under jit.
-      params: as for `forward`.
+      params: as for `forward`, or, where the config is unrolled, from `unstacked`.
       cache: from `init_cache`; donate it under jit to have it updated in place.
       tokens: `[S, T]` int32; those from `counts[s]` on are ignored.
       counts: `[S]` int32 in `[0, T]`; a slot with 0 keeps its state unchanged.
@@ -74,6 +77,7 @@ def extend(
       and the new cache.  A slot that would grow beyond the cache gets NaN hidden states: the
       caller must keep `length + counts <= max_len`.
     """
+    blocks = unstacked(cfg, params)["blocks"] if "unrolled" in cache else []
     decoder = merge(cfg, params)
     length = cache["length"]
     room = max_len(cache)
@@ -86,7 +90,7 @@ def extend(
 
     if "unrolled" in cache:
         after = {}
-        for i, leaves in enumerate(blocks or unstacked(cfg, params)):
+        for i, leaves in enumerate(blocks):
             name = f"block_{i}"
             x, after[name] = apply(x, leaves, cache["unrolled"][name])
         held = {"unrolled": after}

@@ -201,8 +201,16 @@ def _graph(cfg: ModelConfig) -> Any:
     return nnx.split(abstract_decoder(cfg))[0]
 
 
+@functools.lru_cache(maxsize=32)
+def _abstract_blocks(cfg: ModelConfig) -> Params:
+    return nnx.to_pure_dict(nnx.split(abstract_decoder(cfg).blocks)[1])
+
+
 def merge(cfg: ModelConfig, params: Params) -> Decoder:
-    """The module over `params`; for use while tracing."""
+    """The module over `params`; for use while tracing.  Of parameters whose blocks aren't stacked
+    (`cache.unstacked`) its blocks have shapes in place of arrays."""
+    if isinstance(params["blocks"], list):
+        params = {**params, "blocks": _abstract_blocks(cfg)}
     return nnx.merge(_graph(cfg), params)
 
 

@@ -245,14 +245,13 @@ def extend(
     counts: jax.Array,
     *,
     mesh: AnyMesh | None = None,
-    blocks: list[Any] | None = None,
 ) -> tuple[jax.Array, decoding.Cache]:
     """`cache.extend`, over a mesh where one of several devices is given: slots and hidden states
-    are then split by rows, the cache is from `init_cache` with the same mesh.  blocks: on one
-    device, the parameters as `cache.unstacked` gives them."""
+    are then split by rows, the cache is from `init_cache` with the same mesh, and parameters are
+    stacked."""
     run = partial(decoding.extend, cfg)
     if mesh is None or mesh.size == 1:
-        return run(params, cache, tokens, counts, blocks)
+        return run(params, cache, tokens, counts)
     rows, specs = PartitionSpec(ROW_AXES), cache_specs(cfg)
     return jax.shard_map(
         run,

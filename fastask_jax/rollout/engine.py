@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from fastask_jax.model import ModelConfig, init_cache
+from fastask_jax.model import ModelConfig, init_cache, unstacked
 from fastask_jax.model.mesh import make_mesh, row_devices
 from fastask_jax.model.sharding import cache_specs, shardings, specs_like
 from fastask_jax.rollout import programs
@@ -196,10 +196,13 @@ class Engine:
         }
 
     def place(self, params: Params, alias: bool = True) -> Params:
-        """The weights where this engine wants them; `alias`: those that are there already may be
-        the given arrays."""
+        """The weights where and as this engine wants them; `alias`: those that are so already may
+        be the given arrays.  Weights that aren't placed are cut into blocks at every call."""
         where = shardings(self.mesh, specs_like(self.model, params, self.mesh))
-        return jax.device_put(params, where, may_alias=alias)
+        params = jax.device_put(params, where, may_alias=alias)
+        if self.model.unrolled and self.mesh.size == 1:
+            params = jax.jit(unstacked, static_argnums=0)(self.model, params)
+        return params
 
     def room(self, slot: int) -> int:
         """Tokens that still fit into the slot."""

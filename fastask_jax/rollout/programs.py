@@ -145,14 +145,13 @@ def next_tokens(
     active: Bool[Array, " rows"],
     keys: UInt32[Array, "rows 2"],
     temperature: Float[Array, "*rows"],
-    blocks: list[Any] | None = None,
 ) -> tuple[Cache, Int[Array, " rows"], Float[Array, " rows"]]:
     """Feeds the pending token of the active rows and samples the next ones, with logprobs.
 
-    head: of `unembedding`, in the type that the model computes in.  blocks: as `extend` takes them.
+    head: of `unembedding`, in the type that the model computes in.
     """
     hidden, cache = extend(
-        model, params, cache, pending[:, None], active.astype(jnp.int32), mesh=mesh, blocks=blocks
+        model, params, cache, pending[:, None], active.astype(jnp.int32), mesh=mesh
     )
     logits = jnp.dot(hidden[:, 0], head, preferred_element_type=jnp.float32)
     if mesh.size > 1:
@@ -184,7 +183,8 @@ def decode(
     """
     rows = pending.shape[0]
     head = unembedding(params).astype(model.dtype)  # as the learner scores
-    blocks = unstacked(model, params) if model.unrolled and mesh.size == 1 else None
+    if model.unrolled and mesh.size == 1:
+        params = unstacked(model, params)  # once, not at each step
 
     def running(state: tuple) -> Array:
         step, _, _, active, *_ = state
@@ -193,7 +193,7 @@ def decode(
     def advance(state: tuple) -> tuple:
         step, cache, pending, active, tokens, logprobs, taken = state
         cache, token, logprob = next_tokens(
-            model, mesh, params, head, cache, pending, active, keys, temperature, blocks
+            model, mesh, params, head, cache, pending, active, keys, temperature
         )
         pending = jnp.where(active, token, pending)
         taken = taken + active
