@@ -17,7 +17,7 @@ from envs.workbook.a1 import MAX_COLUMN, MAX_ROW
 from envs.workbook.cells import Row
 from envs.workbook.container import Limits, WorkbookError
 from envs.workbook.formats import to_serial
-from envs.workbook.sources import Grid, book_outline, check_cells, sheet_outline
+from envs.workbook.grid import Grid, book_outline, check_cells, sheet_outline
 
 _DELIMITERS = ",;\t|"
 _SAMPLE = 1 << 16

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from envs.workbook.a1 import Area
 from envs.workbook.cells import Row
 from envs.workbook.container import Archive, Damaged, Limits, WorkbookError
-from envs.workbook.sources import Grid, book_outline, check_cells, sheet_outline, spans
+from envs.workbook.grid import Grid, book_outline, check_cells, sheet_outline, spans
 
 _EXTRA = "pip install 'fastask-jax[workbooks]'"
 

@@ -14,8 +14,8 @@ from envs.workbook.a1 import MAX_COLUMN, MAX_ROW, Area
 from envs.workbook.cells import Row, segments_of
 from envs.workbook.container import Archive, Damaged, Limits, WorkbookError
 from envs.workbook.formats import kind_of, to_serial
+from envs.workbook.grid import Grid, book_outline, check_cells, sheet_outline, spans
 from envs.workbook.ods_formulas import display, quoted_sheet, target
-from envs.workbook.sources import Grid, book_outline, check_cells, sheet_outline, spans
 from envs.workbook.xml import as_utf8, walk
 
 _ERRORS = re.compile(r"#[A-Z/0-9_]+[!?]?|Err:\d+")

@@ -15,7 +15,7 @@ from typing import Any
 from envs.workbook.a1 import MAX_COLUMN, MAX_ROW, column_index
 from envs.workbook.container import WorkbookError
 from envs.workbook.formats import to_serial
-from envs.workbook.sources import Source
+from envs.workbook.grid import Source
 
 MOST_CELLS = 2_000_000
 SECONDS = 10  # of one formula with all it needs

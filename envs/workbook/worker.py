@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 from envs.workbook import cells, formulas, package, sheetxml, xml  # noqa: F401  (before forking)
 from envs.workbook.a1 import MAX_ROW
 from envs.workbook.container import Damaged, Limits, WorkbookError, reason
-from envs.workbook.sources import Source, open_source
+from envs.workbook.grid import Source
+from envs.workbook.sources import open_source
 from envs.workbook.store import StoreWriter
 from envs.workbook.wire import MOST, receive, send
 

@@ -16,7 +16,7 @@ from envs.workbook.cells import Context, parse_row, plain_row
 from envs.workbook.container import Archive, Damaged, Limits, WorkbookError
 from envs.workbook.package import Strings
 from envs.workbook.sheetxml import SheetXml
-from envs.workbook.sources import XlsxSource
+from envs.workbook.xlsx import XlsxSource
 
 CASES = Path(__file__).parents[4] / "shared" / "cases"
 NS = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
@@ -120,7 +120,7 @@ def test_real_files_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         sources = []
         for whole in (1 << 30, 0):
-            monkeypatch.setattr("envs.workbook.sources.WHOLE", whole)
+            monkeypatch.setattr("envs.workbook.xlsx.WHOLE", whole)
             try:
                 with open(path, "rb") as file:
                     source = XlsxSource(file, Limits())
