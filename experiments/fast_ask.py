@@ -435,7 +435,9 @@ def train(
         return _train(config, on_eval)
 
 
-def _train(config: RunConfig, on_eval: Callable[[int, list[Record]], None]) -> dict[str, list[Record]]:
+def _train(
+    config: RunConfig, on_eval: Callable[[int, list[Record]], None]
+) -> dict[str, list[Record]]:
     began = time.monotonic()
     if config.compile_cache is not None:
         cache = config.compile_cache.absolute()  # replicas may work elsewhere
@@ -490,7 +492,8 @@ def _train(config: RunConfig, on_eval: Callable[[int, list[Record]], None]) -> d
         dtype=model.dtype, extras=chat.tokenizer.save_pretrained,
     )  # fmt: skip
     return Channel("results").run(
-        "comparing policies", lambda: compare(config, world, heldout, trainer.began) if is_main() else {}
+        "comparing policies",
+        lambda: compare(config, world, heldout, trainer.began) if is_main() else {},
     )
 
 

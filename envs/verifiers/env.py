@@ -1,9 +1,9 @@
 """An installed taskset of `verifiers` as an environment of ours: `VerifiersEnv`.
 
-The taskset's harness plays the episode and asks for the model's turns; `reset` and `step` give what
-it asked and take what the policy said (`exchange`).  Its own code judges the episode: the score's
-total is the taskset's reward.  A fault of taskset, harness or tools is an exception, for the pool to
-retry, never a score.
+The taskset's harness plays the episode and asks for the model's turns; `reset` and `step` give
+what it asked and take what the policy said (`exchange`).  Its own code judges the episode: the
+score's total is the taskset's reward.  A fault of taskset, harness or tools is an exception, for
+the pool to retry, never a score.
 
 Left out: stopping a tool that hangs; that is the pool's deadline, which ends the worker.
 """
@@ -22,6 +22,7 @@ from envs.verifiers.exchange import STOPPED, Asked, Ended, Exchange
 from envs.verifiers.host import Host
 
 ANSWER_CHARS = 200
+COMPLETED = "agent_completed"  # verifiers' word for a harness that ended by itself
 _CLOSE_SECONDS = 10.0
 
 
@@ -50,10 +51,9 @@ class VerifiersEnv:
             raise RuntimeError(f"{task.id}: its harness never asked the model")
         self.tools = first.tools
         if self._known is not None and self.tools != self._known:
-            names = [", ".join(t.name for t in some) or "none" for some in (self.tools, self._known)]
             raise RuntimeError(
-                f"{task.id} offers other tools ({names[0]}) than the taskset's first task "
-                f"({names[1]}): a run has one set of tools"
+                f"{task.id} offers other tools ({_names(self.tools)}) than the taskset's first "
+                f"task ({_names(self._known)}): a run has one set of tools"
             )
         return list(first.messages)
 
@@ -123,7 +123,8 @@ class VerifiersEnv:
             exchange.over.wait(_CLOSE_SECONDS)
 
 
-COMPLETED = "agent_completed"  # verifiers' word for a harness that ended by itself
+def _names(tools: tuple[ToolSpec, ...]) -> str:
+    return ", ".join(tool.name for tool in tools) or "none"
 
 
 class EnvMaker:

@@ -3,9 +3,9 @@
     vf-eval fast-ask-v1 -m MODEL --client.base-url URL --env.taskset.scale tiny ...
 
 One tool server serves all rollouts of a process, as a server for each would take seconds to start.
-It finds a rollout's workbook and Python session by the state that verifiers keeps for it: the task's
-name, and the calls so far.  Sessions beyond `FastAskToolsConfig.sessions` are closed, the longest
-unused first, and made again by repeating their calls: tools are deterministic.
+It finds a rollout's workbook and Python session by the state that verifiers keeps for it: what the
+task is made from, and the calls so far.  Sessions beyond `FastAskToolsConfig.sessions` are closed,
+the longest unused first, and made again by repeating their calls: tools are deterministic.
 
 Different from our own environment: calls of one reply aren't limited in number, as a tool server
 can't see replies.
@@ -24,8 +24,16 @@ import verifiers.v1 as vf
 from pydantic import Field, WithJsonSchema, field_validator
 
 from envs.core import ToolCall, ToolSpec
-from envs.fast_ask import DIFFICULTIES, FAMILIES, KINDS, StreamConfig, Task, TaskStream, make_task
-from envs.fast_ask import build_workbook as build
+from envs.fast_ask import (
+    DIFFICULTIES,
+    FAMILIES,
+    KINDS,
+    StreamConfig,
+    Task,
+    TaskStream,
+    build_workbook,
+    make_task,
+)
 from envs.fast_ask.answers import is_right, last_answer
 from envs.fast_ask.env import FastAskConfig, FastAskEnv, opening, reward_parts
 from envs.fast_ask.tools import TOOLS
@@ -108,10 +116,7 @@ class FastAskTools(vf.Toolset[FastAskToolsConfig, FastAskState]):
                     name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=inspect.Parameter.empty if name in required else None,
-                    # A text stays one, even where it reads as JSON.
-                    annotation=Annotated[
-                        str if schema["type"] == "string" else Any, WithJsonSchema(schema)
-                    ],
+                    annotation=_annotation(schema),
                 )
                 for name, schema in spec.parameters["properties"].items()
             ],
@@ -126,11 +131,13 @@ class FastAskTools(vf.Toolset[FastAskToolsConfig, FastAskState]):
         if session is None:
             if state.task is None:
                 raise ValueError("this rollout has no task: its Task.setup has not run")
-            session = self._sessions[state.rollout] = _Session(
-                FastAskEnv(REWARD, self._sandbox)
-            )
+            session = self._sessions[state.rollout] = _Session(FastAskEnv(REWARD, self._sandbox))
             async with session.lock:
-                await asyncio.to_thread(_begin, session, state.task, state.calls)
+                try:
+                    await asyncio.to_thread(_begin, session, state.task, state.calls)
+                except BaseException:
+                    del self._sessions[state.rollout]
+                    raise
         self._sessions.move_to_end(state.rollout)
         async with session.lock:
             answer = await asyncio.to_thread(session.call, name, given)
@@ -148,6 +155,13 @@ class FastAskTools(vf.Toolset[FastAskToolsConfig, FastAskState]):
             if not session.lock.locked():
                 del self._sessions[rollout]
                 await asyncio.to_thread(session.env.close)
+
+
+def _annotation(schema: dict[str, Any]) -> Any:
+    """A text stays one, even where it reads as JSON."""
+    if schema["type"] == "string":
+        return Annotated[str, WithJsonSchema(schema)]
+    return Annotated[Any, WithJsonSchema(schema)]
 
 
 def _begin(
@@ -276,7 +290,7 @@ class FastAskTaskset(vf.Taskset[FastAskTask, FastAskTasksetConfig]):
 
     def _data(self, task: Task) -> FastAskData:
         config = FastAskConfig(prompt=self.config.prompt)
-        system, user = opening(task.question, build(task).names(), config)
+        system, user = opening(task.question, build_workbook(task).names(), config)
         return FastAskData(
             id=task.id,
             name=task.id,
