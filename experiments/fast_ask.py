@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from envs.fast_ask import DIFFICULTIES, StreamConfig, TaskStream
+from envs.core import ToolSpec
+from envs.fast_ask import DIFFICULTIES, StreamConfig, Task, TaskStream
 from envs.fast_ask.env import FastAskConfig
 from envs.fast_ask.outline import outline
 from envs.fast_ask.tools import TOOLS
@@ -86,21 +87,44 @@ class TaskConfig:
             StreamConfig(split, self.scale, difficulties=self.difficulties, seed=seed)
         )
 
+    def heldout(self, count: int) -> list[Task]:
+        return self.stream("heldout", seed=0).take(count)
+
     def __post_init__(self) -> None:
         self.stream("train")  # checks the names
 
 
 @dataclass(frozen=True)
-class Config:
-    """One training run."""
+class World:
+    """What a run's tasks are, and the environments that they are played in.
+
+    factory, settings: of an `EnvPool`.  tools: that its episodes offer.  stream: deals the tasks
+    to train on.  heldout: makes those of evaluations.
+    describe: what traces tell of a task.  baselines: names and records of policies without weights
+    on the held-out tasks.  decides: named values that a policy's experience follows from, beside
+    the tasks; a resumed run must have the same.  title: of plots.
+    """
+
+    factory: str
+    settings: Any
+    tools: tuple[ToolSpec, ...]
+    stream: Any
+    heldout: Callable[[], list[Any]]
+    describe: Callable[[Any], Mapping[str, Any]]
+    baselines: Callable[[list[Any]], dict[str, list[Record]]]
+    decides: Mapping[str, Any]
+    title: str
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run, but for its tasks and environments: `world`."""
 
     run_dir: Path = option(Path("runs/fast-ask"), "where everything is kept")
     resume: bool = option(False, "go on from the last committed checkpoint, if there is one")
     model: str = option("tiny", "model preset; the weights must have its shape")
     weights: Path | None = option(None, "folder or GGUF file to start from; none: the shipped ones")
     mode: str = option("sync", "sync (sample, learn, in turn) or async (a fleet samples on)")
-    tasks: TaskConfig = option(TaskConfig(), "")
-    env: FastAskConfig = option(FastAskConfig(prompt="short"), "")
     loop: LoopConfig = option(LoopConfig(), "")
     objective: Objective = option(Objective(), "")
     optimizer: OptimizerConfig = option(OptimizerConfig(), "")
@@ -115,7 +139,6 @@ class Config:
     kernels: Kernels = option(Kernels(), "")
     distributed: DistributedConfig = option(DistributedConfig(), "")
     pool: PoolConfig = option(PoolConfig(), "")
-    sandbox: SandboxConfig = option(SandboxConfig(), "")
     compile_cache: Path | None = option(
         None,
         "folder that keeps compiled programs, for later runs and for replicas that are started "
@@ -169,6 +192,44 @@ class Config:
     def source(self) -> Path:
         """Where the base weights and their tokenizer lie."""
         return self.weights or shipped_weights(self.model)
+
+    def world(self) -> World:
+        """What there is to act in.  Made once a run: it may take a while."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """One training run on Fast Ask."""
+
+    tasks: TaskConfig = option(TaskConfig(), "")
+    env: FastAskConfig = option(FastAskConfig(prompt="short"), "")
+    sandbox: SandboxConfig = option(SandboxConfig(), "")
+
+    def world(self) -> World:
+        stream = self.tasks.stream("train")
+        return World(
+            factory="envs.fast_ask.env:make_env",
+            settings=(self.env, self.sandbox),
+            tools=TOOLS,
+            stream=stream,
+            heldout=partial(self.tasks.heldout, self.loop.eval_tasks),
+            describe=outline,
+            baselines=partial(_baselines, self.env, self.sandbox),
+            # Of the sandbox, what the policy notices.
+            decides={
+                "env": self.env,
+                "sandbox.output_chars": self.sandbox.output_chars,
+                "sandbox.code_chars": self.sandbox.code_chars,
+            },
+            title=f"Fast Ask, {self.model} policy, {self.tasks.scale} workbooks",
+        )
+
+
+def _baselines(
+    env: FastAskConfig, sandbox: SandboxConfig, heldout: list[Any]
+) -> dict[str, list[Record]]:
+    return {name: baseline_records(name, heldout, env, sandbox) for name in ("blind", "oracle")}
 
 
 PRESET_CONFIGS = {
@@ -225,7 +286,7 @@ class Built:
     actor: Actor
 
 
-def load(config: Config, mesh: Mesh | None = None) -> tuple[ModelConfig, Any, ChatFormat]:
+def load(config: RunConfig, mesh: Mesh | None = None) -> tuple[ModelConfig, Any, ChatFormat]:
     """The model, its weights, onto a mesh if one is given, and its chat format.
 
     Raises FileNotFoundError or ValueError for weights that are missing, don't fit the model or
@@ -251,10 +312,12 @@ def load(config: Config, mesh: Mesh | None = None) -> tuple[ModelConfig, Any, Ch
 
 
 @contextmanager
-def environments(config: Config, launch: Launch = WorkerProcess) -> Iterator[EnvPool]:
+def environments(
+    config: RunConfig, launch: Launch = WorkerProcess, world: World | None = None
+) -> Iterator[EnvPool]:
     """A pool of the config's environments, in workers that `launch` starts."""
-    settings = (config.env, config.sandbox)
-    with EnvPool("envs.fast_ask.env:make_env", settings, config.pool, launch) as pool:
+    world = world or config.world()
+    with EnvPool(world.factory, world.settings, config.pool, launch) as pool:
         yield pool
 
 
@@ -270,25 +333,31 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
 
 @contextmanager
 def replica(
-    settings: tuple[Config, ModelConfig], devices: Sequence[jax.Device] | None = None
+    settings: tuple[RunConfig, ModelConfig, World], devices: Sequence[jax.Device] | None = None
 ) -> Iterator[tuple[Scheduler, Callable[[Any], Any]]]:
     """What a replica of the fleet works with, and what puts weights where it works."""
-    config, model = settings
+    config, model, world = settings
     if devices is None and config.compile_cache is not None:  # a process of its own
         keep_compiled(config.compile_cache)
     devices = devices or jax.local_devices()[: config.rollout_mesh.size]
     chat = ChatFormat(load_tokenizer(config.source))
     elsewhere = config.fleet.ray_request("ray_pools")
-    with environments(config, ray_workers(elsewhere) if elsewhere else WorkerProcess) as pool:
+    launch = ray_workers(elsewhere) if elsewhere else WorkerProcess
+    with environments(config, launch, world) as pool:
         engine = Engine(model, config.engine, chat.stop_id, config.rollout_mesh.make(devices))
         # A copy in any case: the learner gives its arrays to the next update.
         copy = partial(engine.place, alias=False)
-        yield Scheduler(engine, pool, chat, config.rollout, TOOLS), copy
+        yield Scheduler(engine, pool, chat, config.rollout, world.tools), copy
 
 
 @contextmanager
 def served_replica(
-    config: Config, model: ModelConfig, pool: EnvPool, url: str, ending: threading.Event
+    config: RunConfig,
+    model: ModelConfig,
+    world: World,
+    pool: EnvPool,
+    url: str,
+    ending: threading.Event,
 ) -> Iterator[Scheduler]:
     """What a replica works with whose engine is the server at `url`."""
     fleet = config.fleet
@@ -303,21 +372,23 @@ def served_replica(
     with connected_server(client, ending, longest, wanted) as found:
         capacity, stats = min(config.engine.slots, found["slots"]), RolloutStats()
         slots = RemoteSlots(client, capacity, longest, chat.stop_id, config.rollout, stats)
-        yield Scheduler(slots, pool, chat, config.rollout, TOOLS, stats)
+        yield Scheduler(slots, pool, chat, config.rollout, world.tools, stats)
 
 
 @contextmanager
-def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> Iterator[Source]:
+def source(
+    config: RunConfig, world: World, mesh: Mesh, model: ModelConfig, chat: ChatFormat
+) -> Iterator[Source]:
     """Where the run's rollouts come from, with all that it needs until the block ends."""
     batches = config.loop.batches(config.objective.advantage)
-    stream = config.tasks.stream("train")
+    stream = world.stream
     with ExitStack() as stack:
         if config.mode == "sync":
-            pool = stack.enter_context(environments(config))
+            pool = stack.enter_context(environments(config, world=world))
             over = config.rollout_mesh
             own = jax.local_devices()[: over.size]
             engine = Engine(model, config.engine, chat.stop_id, over.make(own))
-            actor = Actor(engine, chat, pool, TOOLS, config.rollout)
+            actor = Actor(engine, chat, pool, world.tools, config.rollout)
             place = local_copy if over.size == 1 else engine.place
             yield Synchronous(actor, stream, batches, place)
             return
@@ -331,10 +402,10 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
                 WeightsFolder(root, lambda path, params: save_params(path, model, params))
             )
             for number, url in enumerate(config.fleet.servers):
-                pool = stack.enter_context(environments(config))
-                make = partial(served_replica, config, model, pool, url)
+                pool = stack.enter_context(environments(config, world=world))
+                make = partial(served_replica, config, model, world, pool, url)
                 links.append(HttpLink(f"replica {number} ({url})", make, folder))
-        made = ("experiments.fast_ask:replica", (config, model))
+        made = ("experiments.fast_ask:replica", (config, model, world))
         groups = _replica_devices(config, mesh)
         for number in range(0 if links else config.fleet.replicas):
             name = f"replica {number}"
@@ -344,7 +415,7 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
                 links.append(RayLink(name, *made, config.fleet.ray_request()))
             else:
                 devices = groups[number % len(groups)]
-                parts = stack.enter_context(replica((config, model), devices))
+                parts = stack.enter_context(replica((config, model, world), devices))
                 links.append(ThreadLink(name, *parts))
         yield Asynchronous(
             links, stream.task, chat, config.fleet, config.rollout, batches, stream.config
@@ -352,7 +423,7 @@ def source(config: Config, mesh: Mesh, model: ModelConfig, chat: ChatFormat) -> 
 
 
 def train(
-    config: Config, on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
+    config: RunConfig, on_eval: Callable[[int, list[Record]], None] = lambda step, records: None
 ) -> dict[str, list[Record]]:
     """Runs the config; returns the held-out records of blind, base, trained and oracle.
 
@@ -364,7 +435,9 @@ def train(
         return _train(config, on_eval)
 
 
-def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict[str, list[Record]]:
+def _train(
+    config: RunConfig, on_eval: Callable[[int, list[Record]], None]
+) -> dict[str, list[Record]]:
     began = time.monotonic()
     if config.compile_cache is not None:
         cache = config.compile_cache.absolute()  # replicas may work elsewhere
@@ -374,9 +447,10 @@ def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict
     if is_main():
         check_place(config, config.run_dir)
     mesh = config.mesh.make(_learner_devices(config))
-    heldout = config.tasks.stream("heldout", seed=0).take(config.loop.eval_tasks)
+    world = config.world()
+    heldout = world.heldout()
     model, params, chat = load(config, mesh)
-    with source(config, mesh, model, chat) as rollouts:
+    with source(config, world, mesh, model, chat) as rollouts:
         lora = config.lora
         frozen, peft = None, False
         if lora.rank:
@@ -398,15 +472,10 @@ def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict
             source=rollouts,
             eval_tasks=heldout,
             on_eval=on_eval,
-            describe=outline,
+            describe=world.describe,
             on_start=lambda: save_config(config, config.run_dir),
-            # Of the engine and the sandbox, what the policy notices.
-            settings={
-                "env": config.env,
-                "engine.max_len": config.engine.max_len,
-                "sandbox.output_chars": config.sandbox.output_chars,
-                "sandbox.code_chars": config.sandbox.code_chars,
-            },
+            # Of the engine, what the policy notices.
+            settings={**world.decides, "engine.max_len": config.engine.max_len},
             began=began,
         )
         state = trainer.run(params, config.resume)
@@ -423,18 +492,19 @@ def _train(config: Config, on_eval: Callable[[int, list[Record]], None]) -> dict
         dtype=model.dtype, extras=chat.tokenizer.save_pretrained,
     )  # fmt: skip
     return Channel("results").run(
-        "comparing policies", lambda: compare(config, heldout, trainer.began) if is_main() else {}
+        "comparing policies",
+        lambda: compare(config, world, heldout, trainer.began) if is_main() else {},
     )
 
 
-def _learner_devices(config: Config) -> list[jax.Device] | None:
+def _learner_devices(config: RunConfig) -> list[jax.Device] | None:
     """In mode async the first devices, so that the last ones are the replicas'."""
     if config.mode == "sync":
         return None
     return jax.local_devices()[: config.mesh.size]
 
 
-def _replica_devices(config: Config, mesh: Mesh) -> list[list[jax.Device]]:
+def _replica_devices(config: RunConfig, mesh: Mesh) -> list[list[jax.Device]]:
     """Groups of devices for engines, behind the mesh; the mesh's where there are none."""
     size, learner = config.rollout_mesh.size, list(mesh.devices.flat)
     spare = [device for device in jax.local_devices() if device not in set(learner)]
@@ -448,7 +518,7 @@ def _replica_devices(config: Config, mesh: Mesh) -> list[list[jax.Device]]:
     return groups
 
 
-def make_room(config: Config) -> None:
+def make_room(config: RunConfig) -> None:
     """In mode async gives JAX as many CPU devices as learner and replicas want, so that they run
     side by side; other platforms have what they have.  Before JAX is asked for its devices."""
     # Who has asked XLA for fake devices by hand has them; JAX refuses both.
@@ -470,30 +540,34 @@ def _fits_peft(model: ModelConfig, lora: LoraConfig) -> bool:
     return True
 
 
-def compare(config: Config, heldout: list[Any], began: float) -> dict[str, list[Record]]:
+def compare(
+    config: RunConfig, world: World, heldout: list[Any], began: float
+) -> dict[str, list[Record]]:
     """Writes summary and plot of a finished run; returns the records of each policy.
 
     began: see `Trainer`."""
     policies: dict[str, list[Record]] = {}
     if heldout:
+        baselines = world.baselines(heldout)
+        for name, records in baselines.items():
+            write_records(config.run_dir, name, records)
         policies = {
-            "blind": baseline_records("blind", heldout, config.env, config.sandbox),
             "base": read_records(config.run_dir, "step_00000"),
             "trained": read_records(config.run_dir, f"step_{config.loop.steps:05d}"),
-            "oracle": baseline_records("oracle", heldout, config.env, config.sandbox),
+            **baselines,
         }
-        for name in ("blind", "oracle"):
-            write_records(config.run_dir, name, policies[name])
+        order = ("blind", "base", "trained", "oracle")
+        policies = {name: policies[name] for name in order if name in policies}
     write_summary(
         config.run_dir, policies, steps=config.loop.steps, wall_seconds=time.monotonic() - began
     )
     references = {}
-    if policies:
-        references = {"blind": sum(r["correct"] for r in policies["blind"]) / len(heldout)}
-    title = f"Fast Ask, {config.model} policy, {config.tasks.scale} workbooks"
+    if "blind" in policies:
+        blind = policies["blind"]
+        references = {"blind": sum(r["correct"] for r in blind) / len(blind)}
     lines = read_metrics(config.run_dir)
-    plot_run(lines, config.run_dir / "reward.png", title=title, references=references)
-    plot_utilisation(lines, config.run_dir / "utilisation.png", title=title)
+    plot_run(lines, config.run_dir / "reward.png", title=world.title, references=references)
+    plot_utilisation(lines, config.run_dir / "utilisation.png", title=world.title)
     return policies
 
 

@@ -70,6 +70,17 @@ def system_prompt(config: FastAskConfig) -> str:
     return SYSTEM_PROMPT if config.prompt == "full" else SHORT_PROMPT
 
 
+def reward_parts(
+    config: FastAskConfig, correct: bool, turns: int, final_tokens: int | None
+) -> dict[str, float]:
+    """Parts of the reward, unweighted, each 0 to 1.  turns: that the policy took.  final_tokens:
+    of its last message; None where none ended the episode."""
+    efficiency = 1 - (max(turns, 1) - 1) / max(config.max_turns - 1, 1)
+    over = (config.concise_limit if final_tokens is None else final_tokens) - config.concise_free
+    concise = min(1.0, max(0.0, 1 - over / (config.concise_limit - config.concise_free)))
+    return {"correct": float(correct), "efficiency": efficiency, "concise": concise}
+
+
 def opening(question: str, sheet_names: list[str], config: FastAskConfig) -> list[Message]:
     """The messages that an episode starts with."""
     if config.list_sheets:
@@ -166,13 +177,10 @@ class FastAskEnv:
         c = self.config
         said = answers.last_answer(self.final.content) if self.final else None
         task = self._task
-        correct = float(task is not None and answers.is_right(said, task.truth, task.answer_type))
-        efficiency = 1 - (max(self.turns, 1) - 1) / max(c.max_turns - 1, 1)
-        over = (self.final.tokens if self.final else c.concise_limit) - c.concise_free
-        concise = min(1.0, max(0.0, 1 - over / (c.concise_limit - c.concise_free)))
-        parts = {"correct": correct, "efficiency": efficiency, "concise": concise}
-        gate = correct if c.shaping_requires_correct else 1.0
-        shaping = c.efficiency_weight * efficiency + c.concise_weight * concise
+        right = task is not None and answers.is_right(said, task.truth, task.answer_type)
+        parts = reward_parts(c, right, self.turns, self.final.tokens if self.final else None)
+        gate = parts["correct"] if c.shaping_requires_correct else 1.0
+        shaping = c.efficiency_weight * parts["efficiency"] + c.concise_weight * parts["concise"]
         info: dict[str, Any] = {
             "answer": said,
             "turns": self.turns,
@@ -194,7 +202,7 @@ class FastAskEnv:
                 "difficulty": task.difficulty,
                 "truth": task.truth,
             }
-        return Score(c.correct_weight * correct + gate * shaping, parts, info)
+        return Score(c.correct_weight * parts["correct"] + gate * shaping, parts, info)
 
     def close(self) -> None:
         if self._session is not None:
