@@ -58,7 +58,7 @@ class Exchange:
     loop: asyncio.AbstractEventLoop
     trace: Any = None
     problem: str | None = None  # why it is refused
-    cancel: Callable[[], None] = lambda: None
+    cancel: Callable[[], object] = lambda: None
     over: threading.Event = field(default_factory=threading.Event)
     _events: queue.SimpleQueue[Asked | Ended] = field(default_factory=queue.SimpleQueue)
     _waiting: asyncio.Future[Reply] | None = None
