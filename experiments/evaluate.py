@@ -35,7 +35,9 @@ from experiments.config import (
     run_main,
     save_config,
 )
-from experiments.fast_ask import PRESET_CONFIGS, Config, environments, load
+from experiments.fast_ask import PRESET_CONFIGS, Config
+from experiments.rollouts import environments
+from experiments.training import load
 from fastask_jax import __version__
 from fastask_jax.actor import Actor
 from fastask_jax.ask.checkpoint import PolicyFolder, find_policy

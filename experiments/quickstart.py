@@ -18,7 +18,8 @@ from pathlib import Path
 from envs.fast_ask import build_workbook
 from envs.workbook import write_xlsx
 from experiments.config import format_config, option, parse, run_main
-from experiments.fast_ask import PRESET_CONFIGS, Config, show, train
+from experiments.fast_ask import PRESET_CONFIGS, Config
+from experiments.training import show, train
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from envs.core import ToolSpec
 from envs.pool import PoolConfig
 from envs.verifiers.choice import DealConfig, TasksetChoice, VerifiersStream, VerifiersTask
 from experiments.config import format_config, option, parse, run_main
-from experiments.fast_ask import PRESET_CONFIGS, RunConfig, World, make_room, show, train
+from experiments.fast_ask import PRESET_CONFIGS
+from experiments.run_config import RunConfig, World
+from experiments.training import make_room, show, train
 from fastask_jax.actor import Record
 from fastask_jax.distributed import is_main, started
 

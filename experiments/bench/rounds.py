@@ -22,7 +22,9 @@ from envs.fast_ask.tools import TOOLS
 from envs.pool import Event
 from experiments.bench.report import report
 from experiments.config import option, parse, run_main
-from experiments.fast_ask import PRESET_CONFIGS, environments, load
+from experiments.fast_ask import PRESET_CONFIGS
+from experiments.rollouts import environments
+from experiments.training import load
 from fastask_jax.rollout.engine import Engine
 from fastask_jax.rollout.pools import Pool
 from fastask_jax.rollout.scheduler import Scheduler

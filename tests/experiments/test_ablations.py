@@ -49,7 +49,8 @@ def test_every_figure_names_settings_that_exist(figure):
     found = ablations.FIGURES[figure]
     grid = [f"--grid={field}={';'.join(values)}" for field, values in found.grid.items()]
     plan = sweep.parse_sweep(["fast_ask", *grid, *found.fixed, "--preset=tiny"])
-    from experiments.fast_ask import PRESET_CONFIGS, Config, parse
+    from experiments.config import parse
+    from experiments.fast_ask import PRESET_CONFIGS, Config
 
     for values in plan.combinations():
         options = [f"--{field}={value}" for field, value in values.items()]

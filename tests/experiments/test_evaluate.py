@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from experiments.config import UsageError, save_config
 from experiments.evaluate import EvaluateConfig, as_trained, main, merged
-from experiments.fast_ask import PRESET_CONFIGS, train
+from experiments.fast_ask import PRESET_CONFIGS
+from experiments.training import train
 from fastask_jax.ask.checkpoint import PolicyFolder
 from fastask_jax.model.tokenizers import load_tokenizer
 from tests.experiments.asked_oracle import AskedOracle

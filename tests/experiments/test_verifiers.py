@@ -6,7 +6,8 @@ import pytest
 
 from envs.verifiers.choice import TasksetChoice
 from experiments.config import from_json, to_json
-from experiments.verifiers import PRESETS, Config, describe, train
+from experiments.training import train
+from experiments.verifiers import PRESETS, Config, describe
 from fastask_jax.loop import LoopConfig
 from fastask_jax.report.metrics import read_metrics
 from fastask_jax.report.summary import read_summary

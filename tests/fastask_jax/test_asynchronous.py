@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments.config import UsageError, parse
-from experiments.fast_ask import PRESET_CONFIGS, Config, train
+from experiments.fast_ask import PRESET_CONFIGS, Config
+from experiments.training import train
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.report.metrics import read_metrics
 from tests.fastask_jax.test_loop import small, start

@@ -21,7 +21,8 @@ from jax import numpy as jnp
 from envs.fast_ask.env import FastAskConfig
 from envs.pool import PoolConfig
 from experiments.config import UsageError, parse, to_json
-from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build, train
+from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build
+from experiments.training import train
 from fastask_jax.collect import Batches, Synchronous
 from fastask_jax.learn import (
     Objective,
