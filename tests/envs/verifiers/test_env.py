@@ -47,10 +47,10 @@ def test_prompt_tools_turns_and_reward_are_the_tasksets(ledger):
         Message("user", "What is the balance of cash?\nSheets: Accounts"),
     ]
     assert [(t.name, t.description) for t in env.tools] == [
-        ("get_workbook_metadata", "Lists the accounts."),
         ("balance", "The balance of one account."),
+        ("get_workbook_metadata", "Lists the accounts."),
     ]
-    assert env.tools[1].parameters["required"] == ["account"]
+    assert env.tools[0].parameters["required"] == ["account"]
     step = env.step(Reply("Look.", (ToolCall("balance", {"account": "cash"}),), tokens=9))
     assert (step.messages, step.done) == ((Message("tool", "120"),), False)
     step = env.step(Reply("ANSWER: 120", tokens=5))
