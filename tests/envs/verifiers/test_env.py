@@ -48,7 +48,7 @@ def test_prompt_tools_turns_and_reward_are_the_tasksets(ledger):
     ]
     assert [(t.name, t.description) for t in env.tools] == [
         ("balance", "The balance of one account."),
-        ("get_workbook_metadata", "Lists the accounts."),
+        ("read_ranges", "Lists the accounts."),
     ]
     assert env.tools[0].parameters["required"] == ["account"]
     step = env.step(Reply("Look.", (ToolCall("balance", {"account": "cash"}),), tokens=9))
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(ledger):
         ToolCall("balance", {"account": "cash"}),
     )
     texts = [m.content for m in env.step(Reply("", calls, tokens=9)).messages]
-    assert texts[0] == "error: no tool named 'nothing'; tools: balance, get_workbook_metadata"
+    assert texts[0] == "error: no tool named 'nothing'; tools: balance, read_ranges"
     assert texts[1].startswith("error: the arguments aren't JSON")
     assert texts[2] == "120"
     env.step(Reply("I don't know.", tokens=4))
@@ -140,3 +140,14 @@ def test_what_cannot_be_trained_on_fails_with_one_line(tasksets, prompt, said):
 def test_a_harness_of_its_own_and_an_endless_taskset_are_played(tasksets):
     score = odd("plain", task=3)
     assert score.parts == {"broken": 1.0, "correct": 1.0}
+
+
+def test_a_run_is_told_of_a_taskset_and_of_what_is_wrong_with_it(tasksets, capsys):
+    """What `experiments.verifiers` asks a process of its own."""
+    from envs.verifiers.env import main
+
+    assert main('{"taskset": "odd-v1", "args": "{\\"prompt\\": \\"plain\\"}"}') == 0
+    assert json.loads(capsys.readouterr().out) == {"count": None, "tools": []}
+    assert main('{"taskset": "no-such-v1"}') == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("there is no taskset 'no-such-v1' here")

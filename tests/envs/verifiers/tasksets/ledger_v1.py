@@ -9,7 +9,7 @@ class BookTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     TOOL_PREFIX = None
 
     @vf.tool
-    async def get_workbook_metadata(self) -> str:
+    async def read_ranges(self, ranges: list[str], show: int | None = None) -> str:
         """Lists the accounts."""
         return ", ".join(BALANCES)
 
