@@ -32,8 +32,9 @@ CHAT = "fast-ask-v1"  # the harness that our own package brings
 class _PolicyServer(InterceptionServer):
     """Hands every rollout our client, where verifiers would make one from its config."""
 
-    def __init__(self, client: PolicyClient) -> None:
-        super().__init__()
+    def __init__(self, client: PolicyClient, secrets: tuple[str, ...]) -> None:
+        """secrets: by which the shared tool servers reach the states of rollouts."""
+        super().__init__(state_service_secrets=secrets)
         self._policy = client
 
     def _client(self, config: Any) -> PolicyClient:
@@ -124,7 +125,8 @@ class Host:
     async def _open(self) -> None:
         tools = self.taskset.toolsets(self.taskset.config)
         self._shared = await self._stack.enter_async_context(serve_shared(tools))
-        server = await self._stack.enter_async_context(_PolicyServer(self._client))
+        secrets = tuple(s.state_secret for s in self._shared.values() if s.state_secret)
+        server = await self._stack.enter_async_context(_PolicyServer(self._client, secrets))
         self._agent = vf.Agent(self._agent_config, interception=server)
 
     def count(self) -> int | None:

@@ -46,5 +46,6 @@ def test_the_shipped_policy_is_trained_on_a_taskset_of_others(tasksets, tmp_path
     assert all(t["task"] not in ("ledger-v1-0", "ledger-v1-1") for t in traces)
     heard = [turn["text"] for t in traces for turn in t["turns"] if turn["role"] == "observation"]
     assert any("cash, stock, debt" in text for text in heard)  # its tool's answer
+    assert not any("Error executing tool" in text for text in heard)
     assert set(read_summary(config.run_dir)["policies"]) == {"base", "trained"}
     assert (config.run_dir / "policy" / "config.json").exists()

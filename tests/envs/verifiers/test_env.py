@@ -58,7 +58,7 @@ def test_prompt_tools_turns_and_reward_are_the_tasksets(ledger):
     score = env.score()
     assert score.total == pytest.approx(2.25)
     assert score.parts == {"right": 2.0, "brief": 0.25, "correct": 1.0}
-    assert score.info["metrics"] == {"words": 2.0}
+    assert score.info["metrics"] == {"words": 2.0, "asked": 1.0}
     assert (score.info["turns"], score.info["tool_calls"], score.info["malformed"]) == (2, 1, 0)
     with pytest.raises(RuntimeError, match="this episode is over"):
         env.step(Reply("more"))

@@ -5,7 +5,11 @@ import verifiers.v1 as vf
 BALANCES = {"cash": 120, "stock": 45, "debt": 300}
 
 
-class BookTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+class LedgerState(vf.State):
+    asked: list[str] = []
+
+
+class BookTools(vf.Toolset[vf.SharedToolsetConfig, LedgerState]):
     TOOL_PREFIX = None
 
     @vf.tool
@@ -16,6 +20,7 @@ class BookTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     @vf.tool
     async def balance(self, account: str) -> str:
         """The balance of one account."""
+        self.state.asked = [*self.state.asked, account]
         return str(BALANCES[account])
 
 
@@ -23,7 +28,7 @@ class LedgerData(vf.TaskData):
     account: str
 
 
-class LedgerTask(vf.Task[LedgerData]):
+class LedgerTask(vf.Task[LedgerData, LedgerState]):
     @vf.reward(weight=2.0)
     async def right(self, trace: vf.Trace) -> float:
         return float(trace.last_reply == f"ANSWER: {BALANCES[self.data.account]}")
@@ -35,6 +40,10 @@ class LedgerTask(vf.Task[LedgerData]):
     @vf.metric
     async def words(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply.split()))
+
+    @vf.metric
+    async def asked(self, trace: vf.Trace) -> float:
+        return float(len(trace.state.asked))
 
 
 class LedgerConfig(vf.TasksetConfig):
