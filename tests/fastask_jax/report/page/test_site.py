@@ -37,6 +37,13 @@ def test_data_files_carry_any_text_and_hold_no_markup(value) -> None:
     assert re.fullmatch(rb"(?:[^'\\]|\\['\\])*", body)
 
 
+def test_a_run_may_be_called_as_the_page_marks_its_places(runs, tmp_path) -> None:
+    named = tmp_path / "%SCRIPTS%%NONCE%"
+    named.symlink_to(runs[1])
+    page = Site([named]).file("index.html").decode()
+    assert "<title>%SCRIPTS%%NONCE%</title>" in page and page.count("<script") == len(SCRIPTS) + 1
+
+
 def test_an_export_is_complete_and_made_again_over_itself(runs, tmp_path) -> None:
     index = write_site(runs, tmp_path / "page")
     page = index.read_text()
