@@ -160,6 +160,15 @@ def test_an_answer_that_the_terminal_has_no_letters_for_is_not_lost(book, key, h
     assert out.buffer.getvalue().startswith(b"Zo\\xeb\n")
 
 
+def test_a_server_that_is_away_is_waited_for_no_longer_than_the_deadline():
+    for deadline, retry in ((2.5, 2.5), (600.0, 120.0)):
+        choice = PolicyChoice(openai="http://127.0.0.1:9/v1", model="m", deadline=deadline)
+        with choice.open() as asker:
+            assert asker._remote.config.retry == retry
+    with pytest.raises(ValueError, match="deadline must be above 0"):
+        PolicyChoice(openai="http://127.0.0.1:9/v1", model="m", deadline=-1).open()
+
+
 def impatient(*arguments, **options):
     from fastask_jax.policies.remote.client import RemoteClient
 

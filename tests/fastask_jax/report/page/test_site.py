@@ -3,7 +3,10 @@
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -114,6 +117,21 @@ def test_the_server_answers_its_own_names_and_nothing_else(runs, tmp_path) -> No
         assert ask(server, "/", host="localhost:1")[0] == 200
         assert ask(server, "/", method="POST")[0] == 501
         assert ask(server, "/data/runs.js?g=older")[0] == 409
+
+
+def test_a_client_that_breaks_off_or_asks_nonsense_leaves_the_terminal_alone(runs, capfd) -> None:
+    with serving(Site([runs[0]])) as server:
+        with socket.create_connection(server.server_address[:2], timeout=10) as odd:
+            odd.sendall(b"GET http://[/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert odd.makefile("rb").readline().split()[1] == b"409"
+        for request in (b"GET /ass", b"GET /assets/list.js HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection(server.server_address[:2]) as gone:
+                gone.sendall(request)
+                # Closed like this, it is reset.
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(0.2)
+        assert ask(server, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_run_that_goes_on_is_read_again_with_the_page(tmp_path) -> None:
