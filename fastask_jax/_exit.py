@@ -7,6 +7,7 @@ a command prints one line on stderr, or the full traceback where the person aske
 from __future__ import annotations
 
 import errno
+import io
 import signal
 import sys
 import threading
@@ -108,6 +109,9 @@ def run(command: Callable[[], int | None], debug: bool = False) -> int:
 
     debug: print the full traceback as well.  SystemExit passes through.
     """
+    # An answer that the terminal has no letters for is told with escapes, not lost.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = command()
         sys.stdout.flush()
@@ -116,8 +120,14 @@ def run(command: Callable[[], int | None], debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         code, line = explain(error)
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
         return code
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: it may come from a stranger's workbook, or from
+    a model that read one, and hold terminal escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _one_line(error: BaseException) -> str:

@@ -61,6 +61,8 @@ def read_csv(file: BinaryIO, name: str, limits: Limits) -> Grid:
 
 def decode(data: bytes) -> tuple[str, str]:
     """The text, and the encoding it was in: that of its mark, or UTF-8, or Windows-1252."""
+    if data[:4] == b"\xff\xfe\0\0":  # begins as the mark of UTF-16 does
+        return data.decode("utf-32", "replace"), "utf-32"
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return data.decode("utf-16", "replace"), "utf-16"
     try:

@@ -65,7 +65,9 @@ class PolicyChoice:
         url = self.openai if self.remote == "openai" else self.anthropic_url
         config = RemoteConfig(self.model, temperature=self.temperature)
         if self.deadline is not None:
-            config = replace(config, deadline=self.deadline)
+            # Someone waits: a server that is away isn't waited for longer than for an answer.
+            retry = min(config.retry, self.deadline) if self.deadline > 0 else config.retry
+            config = replace(config, deadline=self.deadline, retry=retry)
         asked = None if self.prompt is None else FastAskConfig(prompt=self.prompt)
         key = find_key(self.remote, url or URL, self.api_key_file)
         options.pop("compile_cache", None)

@@ -23,10 +23,12 @@ from pathlib import Path
 
 from envs.workbook import BlockStore, Workbook, read_workbook
 from fastask_jax import _exit
+from fastask_jax._exit import printable
 from fastask_jax.ask.answer import Answer, AskError, Unreachable
 from fastask_jax.ask.asker import Asker
 from fastask_jax.ask.choice import PolicyChoice
 from fastask_jax.ask.trace import Trace
+from fastask_jax.policies.remote import Refused
 
 _WHY = {
     "no_answer": "the model ended without one",
@@ -76,7 +78,8 @@ def read_questions(place: str) -> Iterator[str]:
     """
     stdin = place == "-"
     try:
-        with open(0 if stdin else place, encoding="utf-8", closefd=not stdin) as lines:
+        # Some editors begin a text with a mark that is no part of its first line.
+        with open(0 if stdin else place, encoding="utf-8-sig", closefd=not stdin) as lines:
             for line in lines:
                 if line.strip():
                     yield line
@@ -102,10 +105,11 @@ class Session:
                 self.trace.ask(question)
                 answer = asker.ask(book, question, heard=self.trace.hear)
                 self.trace.end(answer)
-        except AskError as error:
+        except (AskError, Refused) as error:
             if self.trace is not None:
                 self.trace.fail(error)
-            if not self._several or isinstance(error, Unreachable):
+            every = not error.own if isinstance(error, Refused) else isinstance(error, Unreachable)
+            if every or not self._several:
                 raise
             self._fail(question, error)
             return
@@ -116,7 +120,7 @@ class Session:
             self._say(f"error: {why_none(answer, self.trace is None, shipped)}")
             self.code = self.code or _exit.NO_ANSWER
 
-    def _fail(self, question: str, error: AskError) -> None:
+    def _fail(self, question: str, error: Exception) -> None:
         self.code = _exit.FAILED
         line = " ".join(str(error).split())
         self._say(f"error: {line}")
@@ -127,7 +131,7 @@ class Session:
         if self._several:
             kind, _, rest = text.partition(": ")
             text = f"{kind}: question {self.asked}: {rest}"
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
         if text:
@@ -210,12 +214,6 @@ def _uncalculated(book: str, missing: dict[str, int]) -> str:
         f"result that can't be calculated here ({', '.join(few)}{more}), read as empty; open it in "
         "a spreadsheet program and save it again"
     )
-
-
-def printable(text: str) -> str:
-    """`text` with control characters spelled out: it comes from a model that read a stranger's
-    workbook, and may hold terminal escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _count(number: int, what: str) -> str:

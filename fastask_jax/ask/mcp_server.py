@@ -26,10 +26,11 @@ from pydantic import BaseModel, Field
 
 from envs.workbook import WorkbookError
 from fastask_jax import __version__
+from fastask_jax._exit import printable
 from fastask_jax.ask.answer import AskError
 from fastask_jax.ask.asker import Asker
 from fastask_jax.ask.choice import PolicyChoice
-from fastask_jax.ask.command import block_store, compile_cache, printable, unsupported, why_none
+from fastask_jax.ask.command import block_store, compile_cache, unsupported, why_none
 from fastask_jax.ask.places import OutOfPlace, Places
 from fastask_jax.policies.remote import RemoteError
 from fastask_jax.serve.settings import is_loopback, read_key

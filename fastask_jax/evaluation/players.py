@@ -19,7 +19,7 @@ from fastask_jax.evaluation.play import Threads
 from fastask_jax.policies.base import Policy, run_episode
 from fastask_jax.policies.blind import BlindPolicy
 from fastask_jax.policies.oracle import OraclePolicy
-from fastask_jax.policies.remote import RemotePolicy
+from fastask_jax.policies.remote import Refused, RemotePolicy, RemoteTrajectory
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,19 @@ def script_player(
 def remote_player(
     policy: RemotePolicy, env: FastAskConfig, sandbox: SandboxConfig, concurrency: int
 ) -> Iterator[Threads]:
-    """A model that others serve, `concurrency` episodes at a time; the policy is closed too."""
+    """A model that others serve, `concurrency` episodes at a time; the policy is closed too.
+
+    A conversation that the server refuses (a filter, a history that it doesn't take) is a fault of
+    its episode alone: the others are still played.
+    """
     with policy, Sandbox(sandbox) as box:
-        yield Threads(
-            lambda task, rollout: policy.run(FastAskEnv(env, box), task, sample=rollout),
-            concurrency,
-        )
+
+        def run(task: Task, rollout: int) -> RemoteTrajectory:
+            try:
+                return policy.run(FastAskEnv(env, box), task, sample=rollout)
+            except Refused as error:
+                if not error.own:
+                    raise
+                return RemoteTrajectory(task.id, error=str(error), stop_reason="error")
+
+        yield Threads(run, concurrency)

@@ -42,6 +42,11 @@ def test_wrong_usage_is_one_line_and_code_2(argv, text, capsys) -> None:
     assert text in shown and "--help" in shown and shown.count("\n") == 1
 
 
+def test_an_error_can_not_move_the_cursor(capsys) -> None:
+    assert cli.main(["ask", "\x1b[2Jno.csv", "q"]) == 1
+    assert capsys.readouterr().err == "error: no such workbook: \\x1b[2Jno.csv\n"
+
+
 def test_doctor_shows_versions_and_layers_and_imports_no_jax() -> None:
     code = (
         "import sys; from fastask_jax import cli; code = cli.main(['doctor']); "

@@ -1,9 +1,9 @@
 """JSON posts to one server, from any thread: tried again while that can help, at a given rate.
 
-A connection that fails, a try that is silent for too long, 408, 409, 429 and everything from 500 on
-are tried again with growing pauses, longer ones where the server asks for that, until
-`retry` seconds have gone: then the server is `Lost`.  Any other answer but a JSON object is
-`Refused` at once: the same request would fail again.
+A connection that fails, a try that is silent for too long, a body that can't be unpacked, 408, 409,
+429 and everything from 500 on are tried again with growing pauses, longer ones where the server
+asks for that, until `retry` seconds have gone: then the server is `Lost`.  Any other answer but a
+JSON object is `Refused` at once: the same request would fail again.
 
 Left out: streams, redirects, and what the answers mean.
 """
@@ -25,6 +25,8 @@ from fastask_jax.policies.remote.keys import is_loopback
 # Pauses between two tries (seconds).
 _FIRST, _LONGEST = 0.5, 30.0
 _MOST_BYTES = 64 << 20
+# What servers answer to a conversation that they don't take; also to settings.
+_OF_CONTENT = (400, 413, 422)
 
 
 class RemoteError(Exception):
@@ -37,11 +39,13 @@ class Lost(RemoteError):
 
 class Refused(RemoteError, ValueError):
     """It refuses the request for good: a wrong key, model or setting.  status, code: of its
-    answer; `too_long` where the conversation doesn't fit into the model."""
+    answer; `too_long` where the conversation doesn't fit into the model; `own` where another
+    conversation may fare better: what this one says is refused, as far as the status tells."""
 
     def __init__(self, text: str, status: int, code: str = "", too_long: bool = False) -> None:
         super().__init__(text)
         self.status, self.code, self.too_long = status, code, too_long
+        self.own = status in _OF_CONTENT
 
 
 class OutOfTime(RemoteError):
@@ -136,7 +140,7 @@ class RemoteClient:
                     return Answered(value, now - started, started - began, tries)
                 problem = f"it answers {status}: {_message(data)}"
                 asked = _asked_pause(headers)
-            except (self._httpx.TransportError, _Silent) as error:
+            except (self._httpx.RequestError, _Silent) as error:
                 silent = isinstance(error, (_Silent, self._httpx.TimeoutException))
                 if silent and limit == seconds:
                     raise OutOfTime(f"{self.url} took longer than {seconds:.1f} s") from None
@@ -231,7 +235,7 @@ def _message(data: bytes) -> str:
 
 def _too_long(status: int, value: Any) -> bool:
     """Whether the conversation has outgrown the model, in the words of the servers in use."""
-    if status not in (400, 413, 422):
+    if status not in _OF_CONTENT:
         return False
     text = str(_error(value).get("message", "")).lower()
     return _code(value) == "context_length_exceeded" or any(
@@ -250,7 +254,9 @@ def _checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname
-        _ = parts.port
+        wrong = wrong or any(c.isspace() or not c.isprintable() for c in url)
+        # A name that can't be looked up would count as a server that is away, and be waited for.
+        _ = parts.port, (parts.hostname or "").encode("idna")
     except ValueError:
         wrong = True
     if wrong or parts.query or parts.fragment:

@@ -17,6 +17,7 @@ from fastask_jax.policies.remote.config import RemoteConfig
 Native = dict[str, Any]
 # For answers that don't count their tokens.
 _BYTES_PER_TOKEN = 4
+_MOST_TOKENS = 1 << 40  # of one request; what is above breaks divisions
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Dialect(Protocol):
 
 
 def counted(value: Any) -> int:
-    """A count of tokens; 0 where there is none."""
-    return value if type(value) is int and value >= 0 else 0
+    """A count of tokens; 0 where there is none, or one that can't be."""
+    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0
 
 
 def guessed(text: str) -> int:

@@ -21,7 +21,10 @@ def number(value: Any) -> float | int | None:
     """A finite number, or None; true and false are 1 and 0."""
     if isinstance(value, bool):
         return int(value)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+    try:
+        return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+    except OverflowError:  # more digits than a float has room for
+        return None
 
 
 def text(value: Any, limit: int | None = None) -> str:

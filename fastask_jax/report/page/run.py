@@ -273,12 +273,14 @@ def _accuracies(evals: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any
     for step, name in [*steps, *((None, name) for name in others)]:
         try:
             told = plain(summarize(evals[name]))
-        except (KeyError, TypeError) as error:
+            families = {r["type"]: r["family"] for r in evals[name]}
+        except KeyError as error:
             raise ValueError(f"evals/{name}.json: a record without {error}") from None
+        except (TypeError, AttributeError, OverflowError, ValueError) as error:
+            raise ValueError(f"evals/{name}.json: a damaged record ({error})") from None
         label = name if step is None else "base" if step == 0 else f"step {step}"
         groups = {key: told[key] for key in ("by_type", "by_difficulty")}
         total = {key: told[key] for key in ("exact_match", "low", "high", "tasks")}
-        families = {r["type"]: r["family"] for r in evals[name]}
         out.append(
             {"name": name, "label": label, "step": step, "all": total, "families": families}
             | groups

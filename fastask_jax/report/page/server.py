@@ -6,11 +6,13 @@ Only names that the site knows are answered: no path of a request ever reaches t
 from __future__ import annotations
 
 import ipaddress
+import sys
 import threading
 import urllib.parse
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
+from typing import Any
 
 from fastask_jax.report.page.site import TYPES, Site
 
@@ -27,6 +29,11 @@ class PageServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a browser that has gone before it had all; others are faults of ours."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def is_own_name(self, host: str) -> bool:
         """Whether a request's Host may be answered.  On loopback only its own names: a page of
@@ -50,11 +57,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         if not self.server.is_own_name(self.headers.get("Host", "")):
             return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"unknown host\n", "text/plain", body)
-        address = urllib.parse.urlsplit(self.path)
-        name = address.path.removeprefix("/") or "index.html"
-        asked = urllib.parse.parse_qs(address.query).get("g", [""])[0]
         site = self.server.site
         try:
+            address = urllib.parse.urlsplit(self.path)
+            name = address.path.removeprefix("/") or "index.html"
+            asked = urllib.parse.parse_qs(address.query).get("g", [""])[0]
             with self.server.lock:
                 if name == "index.html":
                     site.refresh()

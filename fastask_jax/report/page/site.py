@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from hashlib import sha256
@@ -98,7 +99,7 @@ class Site:
         title = " and ".join(run.name for run in self.runs)
         scripts = [f"assets/{SCRIPTS[0]}", "data/runs.js", *(f"assets/{s}" for s in SCRIPTS[1:])]
         page = (ASSETS / "index.html").read_text("utf-8")
-        for mark, value in {
+        values = {
             "GENERATOR": GENERATOR,
             "TITLE": html.escape(title),
             "NONCE": nonce,
@@ -106,8 +107,9 @@ class Site:
             "SCRIPTS": "\n".join(
                 f'<script nonce="{nonce}" src="{name}{query}"></script>' for name in scripts
             ),
-        }.items():
-            page = page.replace(f"%{mark}%", value)
+        }
+        # At once: a title may look like one of the marks.
+        page = re.sub("%([A-Z]+)%", lambda mark: values[mark[1]], page)
         return page.encode("utf-8", "replace")
 
 

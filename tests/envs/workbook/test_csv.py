@@ -56,6 +56,7 @@ def test_shown_as_it_was_written(path: Path) -> None:
         (b"a|b\n1.5|2\n", ("a", "b", 1.5, 2)),
         ("\ufeffa,b\n1,2\n".encode(), ("a", "b", 1, 2)),
         ("ä,b\n1,2\n".encode("utf-16"), ("ä", "b", 1, 2)),
+        ("\ufeffä,b\n1,2\n".encode("utf-32-le"), ("ä", "b", 1, 2)),
         ("ä;€\n1;2\n".encode("cp1252"), ("ä", "€", 1, 2)),
         (b"sep=|\r\na|b\r\n1|2\r\n", ("a", "b", 1, 2)),
         (b'a;b\n"1;5";x\n', ("a", "b", "1;5", "x")),

@@ -14,9 +14,10 @@ import pytest
 
 from envs.workbook import WorkbookError, read_workbook
 from fastask_jax import cli
+from fastask_jax._exit import printable
 from fastask_jax.ask import Asker, AskError
 from fastask_jax.ask.answer import Answer
-from fastask_jax.ask.command import printable, unsupported
+from fastask_jax.ask.command import unsupported
 
 ROOT = Path(__file__).parents[3]
 FIELDS = {

@@ -1,5 +1,6 @@
 """`fastask ask` with models elsewhere, as a shell sees it, over real HTTP and without JAX."""
 
+import io
 import json
 import subprocess
 import sys
@@ -108,6 +109,64 @@ def test_a_server_that_refuses_or_is_gone_is_one_line(book, key, home, monkeypat
     assert cli.main(["ask", book, "a?", "b?", *words("openai", url, key)]) == 1
     shown = capsys.readouterr()
     assert "the question wasn't answered" in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_question_that_is_refused_is_not_the_end_of_the_others(book, key, home, tmp_path, capsys):
+    """What a server says to one conversation alone; wrong keys end all, see above."""
+    trace = tmp_path / "trace"
+    refused = (400, {}, {"error": {"message": "maximum context length"}})
+    with listening(Script([Turn("ANSWER: 1")], faults=[refused]).app()) as url:
+        given = ["ask", book, "a?", "b?", *words("openai", url, key)]
+        assert cli.main([*given, "--json", "--trace", str(trace)]) == 1
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "maximum context length" in first["error"] and second["answer"] == "1"
+    kept = [json.loads(line) for line in trace.read_text().splitlines()]
+    ends = [(k["kind"], k["question"]) for k in kept if k["kind"] in ("error", "answer")]
+    assert ends == [("error", 1), ("answer", 2)]
+
+
+def test_a_file_of_questions_may_begin_with_a_mark(book, key, home, tmp_path, capsys):
+    file = tmp_path / "questions"
+    file.write_bytes(b"\xef\xbb\xbfa?\n")
+    with listening(Script([Turn("ANSWER: 1")]).app()) as url:
+        given = ["ask", book, "--questions", str(file), "--json", *words("openai", url, key)]
+        assert cli.main(given) == 0
+    assert json.loads(capsys.readouterr().out)["question"] == "a?"
+
+
+def test_a_trace_is_appended_to_no_other_file(book, key, home, tmp_path, capsys):
+    """Neither the workbook nor the questions, which would be asked for ever."""
+    questions, trace = tmp_path / "questions", tmp_path / "trace"
+    questions.write_text("a?\n")
+    with listening(Script([Turn("ANSWER: 1")]).app()) as url:
+        given = ["ask", book, "--questions", str(questions), *words("openai", url, key), "--trace"]
+        for other in (book, str(questions)):
+            before = Path(other).read_bytes()
+            assert cli.main([*given, other]) == 1
+            shown = capsys.readouterr().err
+            assert f"{other} is no trace" in shown and shown.count("\n") == 1
+            assert Path(other).read_bytes() == before
+        trace.touch()
+        for sessions in (1, 2):
+            assert cli.main([*given, str(trace)]) == 0
+            assert trace.read_text().count('"session"') == sessions
+
+
+def test_an_answer_that_the_terminal_has_no_letters_for_is_not_lost(book, key, home, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    with listening(Script([Turn("ANSWER: Zoë")]).app()) as url:
+        assert cli.main(["ask", book, "a?", *words("openai", url, key)]) == 0
+    assert out.buffer.getvalue().startswith(b"Zo\\xeb\n")
+
+
+def test_a_server_that_is_away_is_waited_for_no_longer_than_the_deadline():
+    for deadline, retry in ((2.5, 2.5), (600.0, 120.0)):
+        choice = PolicyChoice(openai="http://127.0.0.1:9/v1", model="m", deadline=deadline)
+        with choice.open() as asker:
+            assert asker._remote.config.retry == retry
+    with pytest.raises(ValueError, match="deadline must be above 0"):
+        PolicyChoice(openai="http://127.0.0.1:9/v1", model="m", deadline=-1).open()
 
 
 def impatient(*arguments, **options):

@@ -1,5 +1,6 @@
 """Faults are tried again and are never answers."""
 
+import json
 import threading
 import time
 
@@ -10,8 +11,9 @@ from envs.fast_ask import StreamConfig, TaskStream
 from envs.fast_ask.env import FastAskConfig
 from envs.sandbox import SandboxConfig
 from fastask_jax.evaluation.play import Outcome, Threads, finish
-from fastask_jax.evaluation.players import ScriptEpisode, script_player
-from fastask_jax.policies.remote import Refused
+from fastask_jax.evaluation.players import ScriptEpisode, remote_player, script_player
+from fastask_jax.policies.remote import Refused, RemoteConfig, open_policy
+from tests.fastask_jax.policies.remote.scripted import Script, Turn, listening, refuse
 
 TASKS = TaskStream(StreamConfig("heldout")).take(6)
 JOBS = [(task, rollout) for rollout in range(2) for task in TASKS]
@@ -89,6 +91,26 @@ def test_a_refusal_ends_the_policy_and_another_error_the_command() -> None:
 
     with pytest.raises(ZeroDivisionError):
         play(fail)
+
+
+def test_a_conversation_that_is_refused_leaves_the_others_to_be_played() -> None:
+    """By a server's filter, say: at each try, of its task alone."""
+    filtered = json.dumps(TASKS[0].question, ensure_ascii=False)[1:-1]
+
+    class Filter(Script):
+        async def answer(self, request, *others):
+            if filtered in (await request.body()).decode():
+                return refuse(400, "content filtered")
+            return await super().answer(request, *others)
+
+    kept = []
+    with listening(Filter([Turn("ANSWER: 1")], key=None).app()) as url:
+        policy = open_policy("openai", url + "/v1", RemoteConfig("scripted"), None)
+        with remote_player(policy, FastAskConfig(), SandboxConfig(), 1) as player:
+            jobs = [(task, 0) for task in TASKS]
+            outcome = finish(player, jobs, lambda *found: kept.append(found[0].id))
+    assert outcome.left == 1 and "content filtered" in outcome.why
+    assert kept == [task.id for task in TASKS[1:]]
 
 
 def test_the_oracle_plays_the_real_environment() -> None:

@@ -281,6 +281,27 @@ def test_what_can_not_get_better_is_raised(dialect, fault, said):
     assert said in str(caught.value) and KEY not in str(caught.value) and env.closed
 
 
+def test_a_body_that_can_not_be_unpacked_is_a_fault_like_a_lost_one():
+    faults = [(500, {"content-encoding": "gzip"}, {}), (200, {"content-encoding": "gzip"}, {})]
+    found = play("openai", Script([Turn("done")], faults=faults), Echo())
+    assert found.valid and found.final == "done" and found.tries == 3
+
+
+def test_a_count_of_tokens_that_can_not_be_is_none(sandbox):
+    def boast(value):
+        value["usage"] = dict.fromkeys(("prompt_tokens", "completion_tokens"), 10**400)
+        return value
+
+    script = Script([Turn("ANSWER: 42")], mangle=boast)
+    found = play("openai", script, Ask(FastAskConfig(), sandbox))
+    assert (found.error, found.sampled, found.prompt_tokens) == (None, 0, 0)
+
+
+def test_only_a_conversation_may_be_refused_alone():
+    refusals = {status: Refused("", status).own for status in (200, 302, 400, 401, 404, 413, 422)}
+    assert [status for status, own in refusals.items() if own] == [400, 413, 422]
+
+
 @both
 def test_a_conversation_that_outgrows_the_model_ends_there(dialect):
     full = (400, {}, {"error": {"message": "This model's maximum context length is 8"}})
@@ -344,7 +365,10 @@ def test_keys_and_addresses(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the key alone") as caught:
         find_key("anthropic", "https://example.org", file)
     assert "two words" not in str(caught.value)
-    for url in ("example.org", "ftp://example.org", "http://", "http://h:port", "http://h/?a=b"):
+    for url in (
+        "example.org", "ftp://example.org", "http://", "http://h:port", "http://h/?a=b",
+        "http://h h/v1", "http://h/v1\x7f", "http://h\n/v1", "http://h..org/v1",
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="isn't an address"):
             open_policy("openai", url, CONFIG, None)
     with pytest.raises(ValueError, match="--api-key-file") as caught:

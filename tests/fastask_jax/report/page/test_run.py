@@ -107,6 +107,12 @@ def test_what_is_no_run_or_damaged_gets_one_line(tmp_path) -> None:
     (tmp_path / "evals" / "a.json").write_text('[{"type": "t"}]')
     with pytest.raises(ValueError, match="evals/a.json: a record without 'correct'"):
         read_run(tmp_path, "x")
+    record = dict.fromkeys(("correct", "reward", "turns", "cells", "seconds", "difficulty"), 1)
+    record |= {"type": "t", "family": "f", "parts": {"correct": 1}}
+    for wrong in ({"type": ["t"]}, {"reward": "much"}, {"reward": 10**400}, {"parts": 5}):
+        (tmp_path / "evals" / "a.json").write_text(json.dumps([record | wrong]))
+        with pytest.raises(ValueError, match="evals/a.json: a damaged record"):
+            read_run(tmp_path, "x")
     (tmp_path / "evals" / "a.json").unlink()
     (tmp_path / "traces.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
@@ -119,6 +125,14 @@ def test_a_file_that_has_shrunk_is_told(tmp_path) -> None:
     (tmp_path / "traces.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="has changed; open the run again"):
         everything(run)
+
+
+def test_a_number_that_no_float_holds_is_left_open(tmp_path) -> None:
+    for name in ("traces.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_text(f'{{"step": 1{"0" * 400}, "reward": 1{"0" * 400}}}\n')
+    run = read_run(tmp_path, "x")
+    assert [(e["step"], e["reward"]) for e in run.episodes] == [(0, None)]
+    everything(run)
 
 
 def test_a_torn_last_line_is_left_out(tmp_path) -> None:

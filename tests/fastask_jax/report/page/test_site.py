@@ -3,7 +3,10 @@
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -35,6 +38,13 @@ def test_data_files_carry_any_text_and_hold_no_markup(value) -> None:
     # The text ends where it should: no quote inside is without its backslash.
     body = script.removesuffix(b"');\n").removeprefix(b"fastask.put('r0-1','")
     assert re.fullmatch(rb"(?:[^'\\]|\\['\\])*", body)
+
+
+def test_a_run_may_be_called_as_the_page_marks_its_places(runs, tmp_path) -> None:
+    named = tmp_path / "%SCRIPTS%%NONCE%"
+    named.symlink_to(runs[1])
+    page = Site([named]).file("index.html").decode()
+    assert "<title>%SCRIPTS%%NONCE%</title>" in page and page.count("<script") == len(SCRIPTS) + 1
 
 
 def test_an_export_is_complete_and_made_again_over_itself(runs, tmp_path) -> None:
@@ -107,6 +117,21 @@ def test_the_server_answers_its_own_names_and_nothing_else(runs, tmp_path) -> No
         assert ask(server, "/", host="localhost:1")[0] == 200
         assert ask(server, "/", method="POST")[0] == 501
         assert ask(server, "/data/runs.js?g=older")[0] == 409
+
+
+def test_a_client_that_breaks_off_or_asks_nonsense_leaves_the_terminal_alone(runs, capfd) -> None:
+    with serving(Site([runs[0]])) as server:
+        with socket.create_connection(server.server_address[:2], timeout=10) as odd:
+            odd.sendall(b"GET http://[/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert odd.makefile("rb").readline().split()[1] == b"409"
+        for request in (b"GET /ass", b"GET /assets/list.js HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection(server.server_address[:2]) as gone:
+                gone.sendall(request)
+                # Closed like this, it is reset.
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        time.sleep(0.2)
+        assert ask(server, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_run_that_goes_on_is_read_again_with_the_page(tmp_path) -> None:
