@@ -50,5 +50,5 @@ class Places:
                 raise OutOfPlace(f"{shown} can't be followed") from None
             inside = inside or fits
         if inside:
-            raise OutOfPlace(f"no such workbook: {shown} in {self}")
+            raise OutOfPlace(f"no such workbook: {shown} in {self}; give its path from there on")
         raise OutOfPlace(f"{shown} lies outside of {self}: no other folder may be read")

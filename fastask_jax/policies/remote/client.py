@@ -177,7 +177,7 @@ class RemoteClient:
         hint = {
             401: "; check the key",
             403: "; check what the key may do",
-            404: "; check the address and the model's name",
+            404: "; check the model's name, and the address, which usually ends in /v1",
         }.get(status, "")
         text = f"{self.url} answers {status}: {_message(data)}{hint}"
         raise Refused(text, status, _code(value), _too_long(status, value))
