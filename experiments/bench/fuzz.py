@@ -245,9 +245,10 @@ class Malformed:
 
     def _zip(self, parts: dict[str, bytes]) -> bytes:
         out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(out, "w") as archive:
             for name, content in parts.items():
-                archive.writestr(name, content)
+                # No time of writing: requests follow from the seed alone.
+                archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
         return out.getvalue()
 
     def _bomb(self) -> bytes:
