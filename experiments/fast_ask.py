@@ -27,12 +27,11 @@ from envs.fast_ask.outline import outline
 from envs.fast_ask.tools import TOOLS
 from envs.pool import PoolConfig
 from envs.sandbox import SandboxConfig
-from experiments.config import format_config, option, parse, run_main
+from experiments.config import option, parse, run_main
 from experiments.rollouts import environments
 from experiments.run_config import RunConfig, World
-from experiments.training import load, make_room, show, train
+from experiments.training import load, run
 from fastask_jax.actor import Actor, Record
-from fastask_jax.distributed import is_main, started
 from fastask_jax.learn import OptimizerConfig, PackConfig
 from fastask_jax.loop import LoopConfig
 from fastask_jax.model import ModelConfig
@@ -153,18 +152,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Iterator[Built]:
 
 
 def main(argv: list[str]) -> None:
-    config = parse(Config, argv, presets=PRESET_CONFIGS, prog="python -m experiments.fast_ask")
-    make_room(config)
-    with started(config.distributed):
-        if is_main():
-            print(format_config(config), flush=True)
-        policies = train(config)
-        if is_main():
-            show(policies)
-            print(
-                f"\nrun directory: {config.run_dir} "
-                "(reward.png, metrics.jsonl, traces.jsonl, policy/)"
-            )
+    run(parse(Config, argv, presets=PRESET_CONFIGS, prog="python -m experiments.fast_ask"))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from experiments.config import check_place, save_config
+from experiments.config import check_place, format_config, save_config
 from experiments.rollouts import source
 from experiments.run_config import RunConfig, World
 from fastask_jax.actor import Record
 from fastask_jax.compiled import keep_compiled
-from fastask_jax.distributed import Channel, host_copy, is_main
+from fastask_jax.distributed import Channel, host_copy, is_main, started
 from fastask_jax.fleet.ray_link import connected
 from fastask_jax.learn import make_train_step
 from fastask_jax.loop import Trainer, read_records, write_records
@@ -207,3 +207,18 @@ def show(policies: dict[str, list[Record]]) -> None:
     """Prints the closing tables."""
     if policies:
         print(closing_table(policies).text(), group_table(policies).text(), sep="\n\n")
+
+
+def run(config: RunConfig) -> None:
+    """The whole of a training command: the config told, the run, the closing tables."""
+    make_room(config)
+    with started(config.distributed):
+        if is_main():
+            print(format_config(config), flush=True)
+        policies = train(config)
+        if is_main():
+            show(policies)
+            print(
+                f"\nrun directory: {config.run_dir} "
+                "(reward.png, metrics.jsonl, traces.jsonl, policy/)"
+            )

@@ -12,19 +12,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from envs.core import ToolSpec
 from envs.pool import PoolConfig
 from envs.verifiers.choice import DealConfig, TasksetChoice, VerifiersStream, VerifiersTask
-from experiments.config import format_config, option, parse, run_main
+from experiments.config import option, parse, run_main
 from experiments.fast_ask import PRESET_CONFIGS
 from experiments.run_config import RunConfig, World
-from experiments.training import make_room, show, train
+from experiments.training import run
 from fastask_jax.actor import Record
-from fastask_jax.distributed import is_main, started
 
 _DESCRIBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -90,9 +89,8 @@ def describe(choice: TasksetChoice) -> tuple[int | None, tuple[ToolSpec, ...]]:
 
     Asked of a process of its own: verifiers and JAX keep out of each other's.  Raises ValueError.
     """
-    fields = {name: getattr(choice, name) for name in TasksetChoice.__dataclass_fields__}
     done = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE, json.dumps(sys.path), json.dumps(fields)],
+        [sys.executable, "-c", _DESCRIBE, json.dumps(sys.path), json.dumps(asdict(choice))],
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode != 0:
@@ -114,15 +112,7 @@ def _none(heldout: list[Any]) -> dict[str, list[Record]]:
 
 
 def main(argv: list[str]) -> None:
-    config = parse(Config, argv, presets=PRESETS, prog="python -m experiments.verifiers")
-    make_room(config)
-    with started(config.distributed):
-        if is_main():
-            print(format_config(config), flush=True)
-        policies = train(config)
-        if is_main():
-            show(policies)
-            print(f"\nrun directory: {config.run_dir}")
+    run(parse(Config, argv, presets=PRESETS, prog="python -m experiments.verifiers"))
 
 
 if __name__ == "__main__":
