@@ -250,8 +250,11 @@ def _zygote() -> Zygote:
 
 
 def _import_path() -> list[str]:
-    """Where the worker finds what this process would."""
-    return [os.path.abspath(path) for path in sys.path]
+    """Where the worker finds what this process would.
+
+    Last comes the folder of this package: an editable installation isn't on the path, its finder
+    is left to `site`, which the worker does without."""
+    return [os.path.abspath(path) for path in [*sys.path, Path(__file__).parents[2]]]
 
 
 @atexit.register

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from envs.core import Reply, ToolCall
 from envs.pool import EnvPool, PoolConfig, PoolError, wire
+from tests.processes import running
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -67,14 +68,10 @@ def pids(pool):
 
 
 def gone(pid, seconds=5.0):
-    """Whether the process ends within the time (a zombie of a dead parent counts as ended)."""
+    """Whether the process ends within the time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in "ZX":
+        if not running(pid):
             return True
         time.sleep(0.02)
     return False

@@ -15,6 +15,7 @@ from experiments.training import train
 from fastask_jax.fleet.config import FleetConfig
 from fastask_jax.report.metrics import read_metrics
 from tests.fastask_jax.test_loop import small, start
+from tests.processes import children, command_line, running
 
 
 def asynchronous(run_dir: Path, **loop) -> Config:
@@ -54,20 +55,9 @@ def test_a_run_on_threads(tmp_path):
         train(replace(config, mode="sync", fleet=FleetConfig(), resume=True))
 
 
-def children(pid: int) -> list[int]:
-    """Of all its threads: a replica is started anew by another one than the first time."""
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
-
-
 def replicas(pid: int) -> list[int]:
     """The processes that `multiprocessing` has spawned for it."""
-    found = []
-    for child in children(pid):
-        words = Path(f"/proc/{child}/cmdline").read_bytes()
-        if b"multiprocessing.spawn" in words:
-            found.append(child)
-    return found
+    return [child for child in children(pid) if b"multiprocessing.spawn" in command_line(child)]
 
 
 def wait_for(what, process, seconds=300):
@@ -104,7 +94,7 @@ def test_replica_and_trainer_are_killed_and_the_run_goes_on(tmp_path):
     _, error = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, error
     check_groups(config.run_dir, 6, 2)
-    assert not Path(f"/proc/{second}").exists(), "a replica outlived its learner"
+    assert not running(second), "a replica outlived its learner"
 
 
 HTTP = ("--fleet.place", "http", "--fleet.servers")

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,24 +29,18 @@ from fastask_jax.fleet.replica import Begin, Broken, Cancel, Sampled, Weights
 from fastask_jax.report.metrics import read_metrics
 from fastask_jax.rollout.scheduler import RolloutStats
 from tests.envs.test_pool import play, tasks_of
-from tests.fastask_jax.test_asynchronous import check_groups, children
+from tests.fastask_jax.test_asynchronous import check_groups
 from tests.fastask_jax.test_loop import ROOT, flat, small
+from tests.processes import command_line, tree
 
 GUIDE = (ROOT / "docs/ray.md").read_text("utf-8")
 STEPS = 12
 ENVIRONMENTS = "tests.envs.pool_envs:counting"
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all that it and its children have started."""
-    below = children(pid)
-    return [pid, *(found for child in below for found in tree(child))]
-
-
 def hosts(pid: int, actor: bytes = b"ray::_Host") -> list[int]:
     """The replicas on a node, or other actors."""
-    named = ((child, Path(f"/proc/{child}/cmdline")) for child in tree(pid))
-    return [child for child, file in named if file.exists() and actor in file.read_bytes()]
+    return [child for child in tree(pid) if actor in command_line(child)]
 
 
 def until(what, seconds=120.0, why=lambda: ""):
@@ -272,7 +266,8 @@ def test_a_node_is_killed_and_the_run_goes_on(cluster, tmp_path):
         lost, other = sorted((lost, other), key=lambda node: not hosts(node.pid, b"ray::_Place"))
         assert hosts(lost.pid, b"ray::_Place")
         for pid in tree(lost.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         goes_on(lambda: len(hosts(other.pid)) == 2)
         assert run.wait(120) == 0, cluster.said("run")
     finally:

@@ -16,17 +16,9 @@ import pytest
 from envs.sandbox import Result, Sandbox, SandboxBusy, SandboxConfig, SandboxUnavailable
 from envs.sandbox.session import NO_OUTPUT
 from envs.workbook import CellError
+from tests.processes import children, running
 
 ROOT = Path(__file__).parents[3]
-
-
-def exists(pid: int) -> bool:
-    """Alive and no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def eventually(condition, seconds=10.0):
@@ -200,9 +192,9 @@ def test_children_end_with_their_session_and_leave_no_zombie(sandbox):
         session.close()
     stuck = sandbox.session()
     stuck.run("import os\nos._exit(1)")
-    eventually(lambda: not any(map(exists, pids)))
+    eventually(lambda: not any(map(running, pids)))
     stuck.close()
-    eventually(lambda: all(map(exists, children_of(sandbox.pid))))
+    eventually(lambda: all(map(running, children(sandbox.pid))))
     assert len(set(pids)) == 20
 
 
@@ -226,7 +218,7 @@ def test_zygote_death_is_survived():
         used.run("x = 1")
         first, child = own.pid, used.pid
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: not exists(child))  # bound to the zygote's life
+        eventually(lambda: not running(child))  # bound to the zygote's life
         result = used.run("print(S[0].b, 'x' in globals())")
         assert result.output.endswith("2 False\n") and result.state_lost
         assert result.error is None and "restarted" in result.output
@@ -246,22 +238,18 @@ def test_zygote_death_in_mid_call_is_not_the_codes_fault():
         assert (result.output, result.error, result.state_lost) == ("done\n", None, False)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_dead_spares_are_replaced_and_no_call_is_blamed():
     with Sandbox(SandboxConfig(spares=3)) as own:
-        eventually(lambda: len(children_of(own.pid)) >= 3)
-        for spare in children_of(own.pid):
+        eventually(lambda: len(children(own.pid)) >= 3)
+        for spare in children(own.pid):
             os.kill(spare, signal.SIGKILL)
         sessions = [own.session() for _ in range(5)]
         assert [s.run("print(1)") for s in sessions] == [Result("1\n")] * 5
         assert own.live == 5
-        eventually(lambda: len(children_of(own.pid)) == 8)
+        eventually(lambda: len(children(own.pid)) == 8)
     with Sandbox(SandboxConfig(spares=0)) as own, own.session() as session:
         assert session.run("print(1)") == Result("1\n")
-        assert children_of(own.pid) == [session.pid]
+        assert children(own.pid) == [session.pid]
 
 
 def test_a_zygote_that_hangs_is_replaced(monkeypatch):
@@ -270,7 +258,7 @@ def test_a_zygote_that_hangs_is_replaced(monkeypatch):
         first = own.pid
         os.kill(first, signal.SIGSTOP)
         assert session.run("print(1)") == Result("1\n")
-        assert own.pid != first and not exists(first)
+        assert own.pid != first and not running(first)
 
 
 def test_a_stopped_child_is_killed_and_replaced(sandbox, session):
@@ -285,7 +273,7 @@ def test_a_child_killed_between_calls_is_replaced(sandbox, session):
     session.run("x = 1")
     pid = session.pid
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not exists(pid))
+    eventually(lambda: not running(pid))
     result = session.run("print(2)")
     assert result.output.endswith("gain)\n2\n") and result.error is None and result.state_lost
     assert session.run("print(3)") == Result("3\n")
@@ -304,9 +292,9 @@ time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as host:
         zygote, child = map(int, host.stdout.readline().split())
-        assert exists(zygote) and exists(child)
+        assert running(zygote) and running(child)
         host.kill()
-    eventually(lambda: not exists(zygote) and not exists(child))
+    eventually(lambda: not running(zygote) and not running(child))
 
 
 def test_many_threads_one_sandbox(sandbox):
@@ -335,7 +323,7 @@ def test_a_closed_sandbox_says_so():
     session.run("x = 1")
     own.close()
     own.close()
-    assert not exists(zygote)
+    assert not running(zygote)
     with pytest.raises(ValueError, match="closed"):
         own.session()
     with pytest.raises((ValueError, SandboxUnavailable), match="closed"):

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from fastask_jax.fleet.links import ProcessLink
 from fastask_jax.fleet.replica import Begin, Ended, Sampled, Stop, Usage
 from fastask_jax.rollout.scheduler import RolloutStats
 from fastask_jax.rollout.transcript import Trajectory
+from tests.processes import running
 
 
 class Quick:
@@ -169,7 +169,7 @@ def test_a_replica_that_is_busy_ends_with_its_learner(tmp_path):
         learner.kill()
         learner.wait()
     pid = int(pid_file.read_text())
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+    wait_until(lambda: not running(pid), 10)
 
 
 def wait_until(what, seconds):
