@@ -254,7 +254,7 @@ def _import_path() -> list[str]:
 
     Last comes the folder of this package: an editable installation isn't on the path, its finder
     is left to `site`, which the worker does without."""
-    return [os.path.abspath(path) for path in [*sys.path, Path(__file__).parents[2]]]
+    return [os.path.abspath(path) for path in [*sys.path, str(Path(__file__).parents[2])]]
 
 
 @atexit.register
