@@ -26,7 +26,7 @@ import signal
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -252,14 +252,25 @@ def _program() -> str:
     return os.path.basename(sys.argv[0]) or "python"
 
 
-def format_config(config: Any, title: str = "config", width: int = 100) -> str:
-    """The resolved config, short: a line a field, nested configs on wrapped lines."""
+def format_config(
+    config: Any, title: str = "config", width: int = 100, changed: Collection[str] = ()
+) -> str:
+    """The resolved config, short: a line a field, nested configs on wrapped lines.
+
+    changed: fields that are shown only where they differ from their default.
+    """
     rows: list[tuple[str, str]] = []
     for field, kind in fields_of(type(config)):
         value = getattr(config, field.name)
         inner, _ = strip_optional(kind)
         if is_config(inner) and value is not None:
             flat = _leaf_values(value)
+            if field.name in changed:
+                default = _leaf_values(field.default)
+                flat = {k: v for k, v in flat.items() if v != default.get(k)}
+                if not flat:
+                    rows.append((field.name, "as by default"))
+                    continue
             rows.append((field.name, "  ".join(f"{k}={show_value(v)}" for k, v in flat.items())))
         else:
             rows.append((field.name, show_value(value)))

@@ -442,7 +442,7 @@ def show(evaluation: Mapping[str, Any], records: Mapping[str, Sequence[Record]])
 def main(argv: list[str]) -> int:
     words = merged(argv, ("policy", "price"))
     config = parse(EvaluateConfig, words, prog="python -m experiments.evaluate")
-    print(format_config(config), flush=True)
+    print(format_config(config, changed=("remote", "train")), flush=True)
     check_place(config, config.run_dir)
     try:
         evaluation, records = evaluate(config)

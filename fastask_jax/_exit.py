@@ -1,13 +1,16 @@
 """Exit codes, and one clear line for an error, shared by every command.
 
-0 done, 1 failed, 2 wrong usage, 3 a question got no answer, 130 interrupted.  Leaves out logging:
-a command prints one line on stderr, or the full traceback where the person asked for it.
+0 done, 1 failed, 2 wrong usage, 3 a question got no answer, 130 interrupted, 141 who reads the
+output has gone (`| head -1`; nothing is said of it, as by other commands).  Leaves out logging: a
+command prints one line on stderr, or the full traceback where the person asked for it.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import os
+import select
 import signal
 import sys
 import threading
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-DONE, FAILED, USAGE, NO_ANSWER, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, USAGE, NO_ANSWER, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Libraries below Orbax report a full disk as text inside an error of their own.
@@ -119,9 +122,26 @@ def run(command: Callable[[], int | None], debug: bool = False) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, BrokenPipeError) and _unread():
+            return UNREAD
         code, line = explain(error)
         print(printable(line), file=sys.stderr, flush=True)
         return code
+
+
+def _unread() -> bool:
+    """Whether nobody reads stdout any more; from then on it leads nowhere, so that the
+    interpreter's own flush at the end doesn't fail."""
+    try:
+        number = sys.stdout.fileno()
+    except OSError:  # a text in memory
+        return False
+    out = select.poll()
+    out.register(number, 0)  # errors are told unasked
+    if not out.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return True
 
 
 def printable(text: str) -> str:

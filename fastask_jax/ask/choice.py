@@ -13,6 +13,7 @@ from envs.fast_ask.env import FastAskConfig
 
 if TYPE_CHECKING:
     from fastask_jax.ask.asker import Asker
+    from fastask_jax.policies.remote import RemoteConfig
 
 _REMOTE_ONLY = ("model", "api_key_file", "temperature", "deadline", "prompt")
 
@@ -43,13 +44,27 @@ class PolicyChoice:
             if given:
                 flag = given[0].replace("_", "-")
                 raise ValueError(f"--{flag} goes with --openai URL or --anthropic")
-        elif self.model is None:
+            return
+        if self.model is None:
             raise ValueError(f"--{self.remote} needs --model NAME")
+        self.settings()
 
     @property
     def remote(self) -> str | None:
         """The dialect, or None for our own weights."""
         return "openai" if self.openai is not None else "anthropic" if self.anthropic else None
+
+    def settings(self) -> RemoteConfig:
+        """Of a model that others serve.  Raises ValueError for values that can't be."""
+        from fastask_jax.policies.remote import RemoteConfig
+
+        assert self.model is not None
+        config = RemoteConfig(self.model, temperature=self.temperature)
+        if self.deadline is None:
+            return config
+        # Someone waits: a server that is away isn't waited for longer than for an answer.
+        retry = min(config.retry, self.deadline) if self.deadline > 0 else config.retry
+        return replace(config, deadline=self.deadline, retry=retry)
 
     def open(self, **options: Any) -> Asker:
         """options: for `Asker`.  Raises what that raises, and ValueError or OSError for addresses
@@ -58,20 +73,14 @@ class PolicyChoice:
 
         if self.remote is None:
             return Asker(self.checkpoint, **options)
-        from fastask_jax.policies.remote import RemoteConfig, find_key, open_policy
+        from fastask_jax.policies.remote import find_key, open_policy
         from fastask_jax.policies.remote.anthropic_messages import URL
 
-        assert self.model is not None
         url = self.openai if self.remote == "openai" else self.anthropic_url
-        config = RemoteConfig(self.model, temperature=self.temperature)
-        if self.deadline is not None:
-            # Someone waits: a server that is away isn't waited for longer than for an answer.
-            retry = min(config.retry, self.deadline) if self.deadline > 0 else config.retry
-            config = replace(config, deadline=self.deadline, retry=retry)
         asked = None if self.prompt is None else FastAskConfig(prompt=self.prompt)
         key = find_key(self.remote, url or URL, self.api_key_file)
         options.pop("compile_cache", None)
-        policy = open_policy(self.remote, url, config, key)
+        policy = open_policy(self.remote, url, self.settings(), key)
         try:
             return Asker(remote=policy, config=asked, **options)
         except BaseException:

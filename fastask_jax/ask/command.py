@@ -153,7 +153,7 @@ def why_none(answer: Answer, hint: bool, shipped: bool) -> str:
     if shipped:
         more += "; the shipped policy knows the question types of generated workbooks alone"
     return (
-        f"no answer after {_count(answer.turns, 'turn')}: "
+        f"no answer after {counted(answer.turns, 'turn')}: "
         f"{_WHY.get(answer.stop_reason, answer.stop_reason)}{more}"
     )
 
@@ -192,8 +192,8 @@ def as_text(answer: Answer, several: bool = False) -> str:
     lines += [f"  {'read' if i == 0 else '    '}  {printable(r)}"
               for i, r in enumerate(answer.evidence or ("nothing",))]  # fmt: skip
     lines.append(
-        f"  {_count(answer.turns, 'turn')}, {_count(answer.tool_calls, 'tool call')}, "
-        f"{_count(answer.cells, 'cell')}, {answer.seconds:.1f} s{kind}"
+        f"  {counted(answer.turns, 'turn')}, {counted(answer.tool_calls, 'tool call')}, "
+        f"{counted(answer.cells, 'cell')}, {answer.seconds:.1f} s{kind}"
     )
     return "\n".join(lines)
 
@@ -208,13 +208,13 @@ def unsupported(answer: Answer) -> str | None:
 def _uncalculated(book: str, missing: dict[str, int]) -> str:
     """What to say of formulas without results, by sheet."""
     few = [f"{printable(name)}: {count:,}" for name, count in missing.items()][:5]
-    more = f", {_count(len(missing) - 5, 'more sheet')}" if len(missing) > 5 else ""
+    more = f", {counted(len(missing) - 5, 'more sheet')}" if len(missing) > 5 else ""
     return (
-        f"{printable(book)} holds {_count(sum(missing.values()), 'formula')} without a stored "
+        f"{printable(book)} holds {counted(sum(missing.values()), 'formula')} without a stored "
         f"result that can't be calculated here ({', '.join(few)}{more}), read as empty; open it in "
         "a spreadsheet program and save it again"
     )
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"

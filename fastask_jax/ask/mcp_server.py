@@ -30,7 +30,7 @@ from fastask_jax._exit import printable
 from fastask_jax.ask.answer import AskError
 from fastask_jax.ask.asker import Asker
 from fastask_jax.ask.choice import PolicyChoice
-from fastask_jax.ask.command import block_store, compile_cache, unsupported, why_none
+from fastask_jax.ask.command import block_store, compile_cache, counted, unsupported, why_none
 from fastask_jax.ask.places import OutOfPlace, Places
 from fastask_jax.policies.remote import RemoteError
 from fastask_jax.serve.settings import is_loopback, read_key
@@ -107,16 +107,17 @@ def make_server(asker: Asker, places: Places, *, shipped: bool = False) -> MCPSe
         except (WorkbookError, AskError, RemoteError, OSError) as error:
             text = " ".join(str(error).replace(str(file), path).split())
             raise ToolError(printable(text)) from None
-        note = unsupported(found)
         if found.answer is None:
-            note = why_none(found, hint=False, shipped=shipped)
-        elif missing := sum(found.uncalculated.values()):
-            note = f"{missing:,} formulas of the workbook have no result and were read as empty"
+            notes = [why_none(found, hint=False, shipped=shipped)]
+        else:
+            notes = [doubt] if (doubt := unsupported(found)) else []
+        if missing := sum(found.uncalculated.values()):
+            notes.append(f"{counted(missing, 'formula')} without a result, read as empty")
         return WorkbookAnswer(
             answer=None if found.answer is None else printable(found.answer),
             type=found.type,
             evidence=[printable(place) for place in found.evidence],
-            note=note,
+            note="; ".join(notes) or None,
         )
 
     async def ask_workbook(path: str, question: str) -> WorkbookAnswer:

@@ -100,6 +100,8 @@ def load(config: ServeConfig, api_key: str | None) -> Served:
     name = Path(config.checkpoint or folder).resolve().name
     # Before the engine compiles: it takes a second, and may say that there are none.
     asks, no_asks = _asks(config, service, chat, found, name)
+    print(f"{name} is loaded; its programs compile, which takes a minute the first time",
+          file=sys.stderr, flush=True)  # fmt: skip
     service.warm()
     return Served(
         service,

@@ -187,6 +187,9 @@ def test_resolved_config_is_short_and_aligned() -> None:
     assert "  batch       256" in lines
     assert "  optimizer   lr=1e-05  betas=0.9,0.95  clip=1.0" in lines
     assert len(lines) == 1 + len(dataclasses.fields(Config))
+    told = format_config(PRESETS["large"], changed=("optimizer",)).splitlines()
+    assert "  optimizer   lr=1e-05" in told
+    assert "  optimizer   as by default" in format_config(Config(), changed=("optimizer",))
 
 
 @given(

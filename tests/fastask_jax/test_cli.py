@@ -1,5 +1,6 @@
 """The `fastask` command as a shell sees it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_wrong_usage_is_one_line_and_code_2(argv, text, capsys) -> None:
 def test_an_error_can_not_move_the_cursor(capsys) -> None:
     assert cli.main(["ask", "\x1b[2Jno.csv", "q"]) == 1
     assert capsys.readouterr().err == "error: no such workbook: \\x1b[2Jno.csv\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_nothing_to_speak_of(unbuffered, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "fastask_jax.cli", "doctor"]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_doctor_shows_versions_and_layers_and_imports_no_jax() -> None:

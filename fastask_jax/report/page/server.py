@@ -6,6 +6,7 @@ Only names that the site knows are answered: no path of a request ever reaches t
 from __future__ import annotations
 
 import ipaddress
+import socket
 import sys
 import threading
 import urllib.parse
@@ -24,11 +25,14 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, site: Site, host: str = "127.0.0.1", port: int = 0) -> None:
         self.site, self.lock = site, threading.Lock()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
+        host, port, *_ = self.server_address
+        return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a browser that has gone before it had all; others are faults of ours."""
@@ -41,7 +45,8 @@ class PageServer(ThreadingHTTPServer):
         bound = ipaddress.ip_address(str(self.server_address[0]))
         if not bound.is_loopback:
             return True
-        return host.rsplit(":", 1)[0] in ("localhost", str(bound))
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        return name in ("localhost", f"[{bound}]" if bound.version == 6 else str(bound))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import httpx2
+import openpyxl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,7 +139,7 @@ def test_over_http_with_a_key(model, folder, asked):
             process.kill()
 
 
-def test_no_answer_and_a_model_that_is_gone_are_told(folder, model, asked, home):
+def test_no_answer_and_a_model_that_is_gone_are_told(folder, model, asked, home, tmp_path):
     from fastask_jax.ask.choice import PolicyChoice
     from fastask_jax.ask.mcp_server import make_server
 
@@ -156,6 +157,19 @@ def test_no_answer_and_a_model_that_is_gone_are_told(folder, model, asked, home)
         "answer": None, "type": None, "evidence": [],
         "note": "no answer after 1 turn: the model ended without one",
     }  # fmt: skip
+    lost = openpyxl.Workbook()
+    lost.active["A1"] = "=[1]Other!A1"  # in another file
+    lost.save(tmp_path / "in.xlsx")
+    for reply, notes in (
+        ("I don't know.", ("no answer after 1 turn: the model ended without one",)),
+        ("ANSWER: 42", ("no cell was read for it: a guess, unless it is about sheets' "
+                                 "names or sizes",)),
+    ):  # fmt: skip
+        with listening(Script([Turn(reply)]).app()) as url:
+            with choice(f"{url}/v1").open() as asker:
+                found = asyncio.run(call(make_server(asker, Places([tmp_path]))))
+        left = "1 formula without a result, read as empty"
+        assert found.structured_content["note"] == "; ".join((*notes, left))
     with listening(Script([], key="another").app()) as url:
         with choice(f"{url}/v1").open() as asker:
             found = asyncio.run(call(make_server(asker, Places([folder]))))

@@ -187,6 +187,9 @@ def impatient(*arguments, **options):
         (["a?", "--prompt", "short"], "--prompt goes with"),
         (["a?", "--anthropic-url", "http://h"], "goes with --anthropic"),
         (["a?", "--temperature", "warm"], "invalid float"),
+        (["a?", "--anthropic", "--model", "m", "--temperature", "nan"], "temperature must be 0"),
+        (["a?", "--anthropic", "--model", "m", "--deadline", "nan"], "deadline must be above 0"),
+        (["a?", "--anthropic", "--model", "m", "--deadline", "0"], "deadline must be above 0"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(given, said, book, capsys):

@@ -77,8 +77,8 @@ def test_names_of_runs_tell_them_apart(runs) -> None:
 
 
 @contextmanager
-def serving(site):
-    with PageServer(site) as server:
+def serving(site, host="127.0.0.1"):
+    with PageServer(site, host) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -117,6 +117,20 @@ def test_the_server_answers_its_own_names_and_nothing_else(runs, tmp_path) -> No
         assert ask(server, "/", host="localhost:1")[0] == 200
         assert ask(server, "/", method="POST")[0] == 501
         assert ask(server, "/data/runs.js?g=older")[0] == 409
+
+
+def test_the_server_on_the_other_loopback(runs) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(Site([runs[0]]), "::1") as server:
+        assert server.url == f"http://[::1]:{server.server_address[1]}/"
+        for host in (None, "[::1]", "[::1]:80", "localhost:80"):
+            assert ask(server, "/", host)[0] == 200, host
+        for host in ("evil.example", "127.0.0.1", "[::2]:80", "::1"):
+            assert ask(server, "/", host)[0] == 421, host
 
 
 def test_a_client_that_breaks_off_or_asks_nonsense_leaves_the_terminal_alone(runs, capfd) -> None:
