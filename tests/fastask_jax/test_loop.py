@@ -20,9 +20,11 @@ from jax import numpy as jnp
 
 from envs.fast_ask.env import FastAskConfig
 from envs.pool import PoolConfig
+from experiments import fast_ask
 from experiments.config import UsageError, parse, to_json
 from experiments.fast_ask import PRESET_CONFIGS, Config, TaskConfig, build
 from experiments.training import train
+from fastask_jax import _exit
 from fastask_jax.collect import Batches, Synchronous
 from fastask_jax.learn import (
     Objective,
@@ -258,11 +260,17 @@ def test_a_refused_resume_leaves_the_config_alone(finished):
         ("--run-dir=", "--run-dir: expected a path"),
     ],
 )
-def test_bad_fields_are_one_line_and_exit_2(flag, said):
-    command = [sys.executable, "-m", "experiments.fast_ask", flag]
+def test_bad_fields_are_one_line_and_code_2(flag, said, capsys):
+    assert _exit.run(lambda: fast_ask.main([flag])) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_the_code_of_wrong_usage_reaches_the_shell():
+    command = [sys.executable, "-m", "experiments.fast_ask", "--loop.stepz=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert "loop.steps" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -284,16 +292,16 @@ def test_numbers_that_make_no_sense_are_refused(flag):
         parse(Config, [f"--{flag}"], presets=PRESET_CONFIGS, preset="tiny")
 
 
-def test_the_seed_preset_resolves():
-    command = [sys.executable, "-m", "experiments.fast_ask", "--preset", "qwen3.5-35b-a3b"]
-    done = subprocess.run(
-        [*command, "--show-config", "true"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    shown = json.loads(done.stdout)
+def test_the_seed_preset_resolves(capsys, tmp_path):
+    words = ["--preset", "qwen3.5-35b-a3b", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as done:
+        fast_ask.main([*words, "--show-config", "true"])
+    assert done.value.code == 0
+    shown = json.loads(capsys.readouterr().out)
     assert shown["loop"]["batch_size"] == 256 and shown["loop"]["group_size"] == 8
     assert shown["loop"]["steps"] == 100 and shown["loop"]["eval_tasks"] == 128
-    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert failed.returncode == 1 and "--weights" in failed.stderr
+    assert _exit.run(lambda: fast_ask.main(words)) == 1
+    assert "--weights" in capsys.readouterr().err
 
 
 def test_a_record_needs_a_score():
