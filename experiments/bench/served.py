@@ -4,6 +4,7 @@ Leaves out what is asked of it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,17 +17,18 @@ from typing import IO
 
 @dataclass
 class Running:
-    """url: where it listens."""
+    """url: where it listens.  said: its stderr; ready: how much of it came before it was."""
 
     process: subprocess.Popen[str]
     url: str
     said: IO[str]
+    ready: int
 
     def end(self, seconds: float = 120.0) -> tuple[int, str]:
-        """Its exit code after SIGTERM, and what it has said on stderr."""
+        """Its exit code after SIGTERM, and what it has said on stderr since it was ready."""
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(seconds)
-        self.said.seek(0)
+        self.said.seek(self.ready)
         return code, self.said.read()
 
 
@@ -44,6 +46,8 @@ def served(*flags: object) -> Iterator[Running]:
             if not line.startswith("serving on "):
                 said.seek(0)
                 raise OSError(f"fastask serve didn't start: {said.read().strip() or line!r}")
-            yield Running(process, line.split()[-1], said)
+            # Where the server writes, as both have the file open in common.
+            ready = os.lseek(said.fileno(), 0, os.SEEK_CUR)
+            yield Running(process, line.split()[-1], said, ready)
         finally:
             process.kill()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ class Server:
     said: list[str] = field(default_factory=list)
 
     def end(self, sig: int = signal.SIGTERM, seconds: float = 60.0) -> tuple[int, str]:
-        """Its exit code after a signal, and all that it has said on stderr."""
+        """Its exit code after a signal, and what it has said on stderr since it was ready."""
         self.process.send_signal(sig)
         code = self.process.wait(seconds)
         self.reader.join(10)
@@ -47,6 +48,10 @@ def serving(*flags: object, command: tuple[str, ...] = CLI, port: int = 0):
             server.reader.join()
             raise AssertionError(f"it said {line!r} {''.join(server.said)}")
         server.url = line.split()[-1]
+        deadline = time.monotonic() + 10  # it has said so, but through another pipe
+        while not server.said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "is loaded; its programs compile" in server.said.pop(0)
         yield server
     finally:
         process.kill()
