@@ -34,12 +34,14 @@ config = AutoConfig.for_model(
     linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
     moe_intermediate_size=8, shared_expert_intermediate_size=8,
 )
-AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+first = AutoModelForCausalLM.from_config(config)
+first.save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 words = AutoTokenizer.from_pretrained(folder + "/words")
 ids = words("net revenue", return_tensors="pt").input_ids
 logits = model(ids).logits
 assert logits.shape == (1, 2, 16) and bool(torch.isfinite(logits).all())
+assert torch.equal(first(ids).logits, logits)
 assert "kernels" in sys.modules and sys.modules["kernels"].__fastask__
 print("coexist")
 """

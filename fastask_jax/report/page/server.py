@@ -31,8 +31,13 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host, port, *_ = self.server_address
-        return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
+        return f"http://{self._name}:{self.server_address[1]}/"
+
+    @property
+    def _name(self) -> str:
+        """The address that it listens on, as addresses of pages have it."""
+        host = str(self.server_address[0])
+        return f"[{host}]" if ":" in host else host
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a browser that has gone before it had all; others are faults of ours."""
@@ -42,11 +47,10 @@ class PageServer(ThreadingHTTPServer):
     def is_own_name(self, host: str) -> bool:
         """Whether a request's Host may be answered.  On loopback only its own names: a page of
         another site can't read a run by making its name point here."""
-        bound = ipaddress.ip_address(str(self.server_address[0]))
-        if not bound.is_loopback:
+        if not ipaddress.ip_address(str(self.server_address[0])).is_loopback:
             return True
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        return name in ("localhost", f"[{bound}]" if bound.version == 6 else str(bound))
+        return name in ("localhost", self._name)
 
 
 class _Handler(BaseHTTPRequestHandler):

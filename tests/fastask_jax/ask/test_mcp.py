@@ -160,16 +160,16 @@ def test_no_answer_and_a_model_that_is_gone_are_told(folder, model, asked, home,
     lost = openpyxl.Workbook()
     lost.active["A1"] = "=[1]Other!A1"  # in another file
     lost.save(tmp_path / "in.xlsx")
-    for reply, notes in (
-        ("I don't know.", ("no answer after 1 turn: the model ended without one",)),
-        ("ANSWER: 42", ("no cell was read for it: a guess, unless it is about sheets' "
-                                 "names or sizes",)),
-    ):  # fmt: skip
+    guess = "no cell was read for it: a guess, unless it is about sheets' names or sizes"
+    for reply, note in (
+        ("I don't know.", "no answer after 1 turn: the model ended without one"),
+        ("ANSWER: 42", guess),
+    ):
         with listening(Script([Turn(reply)]).app()) as url:
             with choice(f"{url}/v1").open() as asker:
                 found = asyncio.run(call(make_server(asker, Places([tmp_path]))))
-        left = "1 formula without a result, read as empty"
-        assert found.structured_content["note"] == "; ".join((*notes, left))
+        both = f"{note}; 1 formula without a result, read as empty"
+        assert found.structured_content["note"] == both
     with listening(Script([], key="another").app()) as url:
         with choice(f"{url}/v1").open() as asker:
             found = asyncio.run(call(make_server(asker, Places([folder]))))
